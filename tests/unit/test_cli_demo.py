@@ -1,0 +1,173 @@
+"""The demo's judgement: a run of the catalogue against what its entry promises."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit._samples import finding
+from tpwatch.cli import main
+from tpwatch.cli.demo_verdict import Judged, closing_table, judge
+from tpwatch.lab.catalog import ENTRIES, Fault, Faulty
+from tpwatch.records import Finding, Summary
+from tpwatch.report.live import Lines, open_screen
+from tpwatch.report.summary import StepRow
+
+NAMES = ("a.weight", "b.weight", "c.weight")
+DOUBLED = Fault(
+    name="doubled",
+    story="two parameters are summed twice",
+    kind="double-reduce",
+    faulty=(Faulty("a.*"), Faulty("b.*", first_step=2)),
+    multiplied_by_tp=True,
+)
+BORN = Fault(
+    name="born",
+    story="one differs from the start",
+    kind="init-mismatch",
+    faulty=(Faulty("a.*"),),
+)
+HEALTHY = Fault(name="healthy", story="nothing wrong")
+RIGHT = (finding(parameter="a.weight"), finding(parameter="b.weight", first_step=2))
+
+
+def judged(fault: Fault, *findings: Finding, verdict: str = "", fixed: bool = False) -> Judged:
+    """The judgement on a run of two tensor-parallel ranks with these findings."""
+    counted = "faults" if any(f.counts for f in findings) else "clean"
+    summary = Summary(verdict or counted, 6, 3, findings, (), {})  # type: ignore[arg-type]
+    return judge(fault, summary, NAMES, tp=2, fixed=fixed)
+
+
+def test_all_faulty_parameters_named_rightly_is_as_expected() -> None:
+    """Kind, parameters, first steps and ratio; a consequence may stand beside them."""
+    follower = finding(kind="drift", parameter="c.weight", role="consequence", caused_by="a.weight")
+    assert judged(DOUBLED, *RIGHT, follower).problems == ()
+
+
+@pytest.mark.parametrize(
+    ("findings", "problem"),
+    [
+        ((), "no cause was named"),
+        (RIGHT[:1], "not named: b.weight"),
+        ((*RIGHT, finding(parameter="c.weight")), "named though healthy: c.weight"),
+        ((RIGHT[0], replace(RIGHT[1], kind="drift")), "named drift, not double-reduce"),
+        ((RIGHT[0], replace(RIGHT[1], first_step=1)), "b.weight: first step 1, not 2"),
+        ((RIGHT[0], replace(RIGHT[1], ratio=2.01)), "b.weight: ratio 2.01, not 2"),
+        ((RIGHT[0], replace(RIGHT[1], ratio=None)), "b.weight: ratio None, not 2"),
+        ((RIGHT[0], replace(RIGHT[1], role="consequence")), "not named: b.weight"),
+        (tuple(replace(f, severity="info") for f in RIGHT), "the verdict is clean"),
+    ],
+)
+def test_whatever_differs_from_the_entry_is_a_problem(
+    findings: tuple[Finding, ...], problem: str
+) -> None:
+    """One sentence each."""
+    assert any(problem in text for text in judged(DOUBLED, *findings).problems)
+
+
+def test_a_difference_in_values_is_labelled_with_the_update_before() -> None:
+    """Initial values are those of update 0."""
+    born = finding(kind="init-mismatch", parameter="a.weight", point="param", first_step=0)
+    assert judged(BORN, born).problems == ()
+    assert judged(BORN, replace(born, first_step=1)).problems != ()
+
+
+def test_a_healthy_run_must_be_silent() -> None:
+    """Even information on it is unexpected, and so is a run in which nothing was checked."""
+    assert judged(HEALTHY).problems == ()
+    assert judged(HEALTHY, finding(severity="info")).problems != ()
+    assert judged(HEALTHY, verdict="nothing-checked").problems != ()
+
+
+def test_a_fixed_fault_is_a_healthy_run() -> None:
+    """What was expected without the fix is unexpected with it."""
+    assert judged(DOUBLED, fixed=True).problems == ()
+    assert judged(DOUBLED, *RIGHT, fixed=True).problems != ()
+
+
+def test_the_closing_table_says_how_each_fault_was_named() -> None:
+    """Fault, kind, parameter, first step, measure, verdict; problems below."""
+    born = finding(kind="init-mismatch", parameter="a.weight", first_step=0, point="param")
+    rows = [judged(DOUBLED, *RIGHT), judged(BORN, replace(born, max_abs=0.25)), judged(HEALTHY)]
+    _, _, doubled, initial, healthy = closing_table(rows).splitlines()
+    cells = [" ".join(line.split()) for line in (doubled, initial, healthy)]
+    assert cells == [
+        "doubled double-reduce a.weight and 1 more 1 x2 as expected",
+        "born init-mismatch a.weight 0 0.25 as expected",
+        "healthy - - - - as expected",
+    ]
+
+
+def test_problems_stand_below_the_closing_table() -> None:
+    """With the name of their fault."""
+    text = closing_table([judged(DOUBLED, *RIGHT[:1])])
+    assert "unexpected" in text
+    assert text.splitlines()[-1] == "doubled: not named: b.weight"
+
+
+# ------------------------------------------------------------------------------ while it runs
+
+
+STEPS = (
+    StepRow(1, {"param": 0, "grad_pre": 1, "grad_post": 2}, 0.0, 0.0),
+    StepRow(2, {"param": 3, "grad_pre": 3, "grad_post": 3}, 0.5, 0.1),
+)
+
+
+def test_each_step_is_one_line_where_there_is_no_terminal() -> None:
+    """A step that was shown is not shown again."""
+    said: list[str] = []
+    lines = Lines(said.append)
+    lines.show(STEPS[:1], ())
+    lines.show(STEPS, (finding(parameter="a"),))
+    first, second = said
+    assert first == "  step 1, values differ 0, gradients differ 2, max abs 0, found so far -"
+    assert second.startswith("  step 2, values differ 3, gradients differ 3, max abs 0.5, ")
+    assert second.endswith("found so far double-reduce (1): a")
+
+
+def test_a_finding_is_not_shown_before_its_first_step() -> None:
+    """Nor is a consequence shown at all."""
+    said: list[str] = []
+    late = finding(parameter="a", first_step=2)
+    follower = finding(parameter="b", role="consequence", caused_by="a")
+    Lines(said.append).show(STEPS, (late, follower))
+    assert said[0].endswith("found so far -")
+    assert said[1].endswith("double-reduce (1): a")
+
+
+def test_without_a_terminal_the_title_comes_first() -> None:
+    """Then the lines."""
+    said: list[str] = []
+    with open_screen("title", said.append, live=False) as screen:
+        screen.show(STEPS, ())
+    assert [said[0], len(said)] == ["title", 3]
+
+
+def test_on_a_terminal_the_table_is_redrawn(capsys: pytest.CaptureFixture[str]) -> None:
+    """By rich, where it is installed; names are text, not markup."""
+    pytest.importorskip("rich")
+    with open_screen("title", print, live=True) as screen:
+        screen.show(STEPS, (finding(parameter="[bold]a"),))
+    out = capsys.readouterr().out
+    assert "[bold]a" in out
+    assert "0.5" in out
+
+
+# -------------------------------------------------------------------------------- the catalogue
+
+
+def test_the_catalogue_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every entry with its story; nothing is run."""
+    assert main(["demo", "--list"]) == 0
+    out = capsys.readouterr().out
+    assert all(entry.name in out and entry.story in out for entry in ENTRIES)
+
+
+def test_an_unknown_fault_is_a_usage_error_with_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything is started."""
+    assert main(["demo", "--fault", "ple-dubble-sum"]) == 2
+    assert "Did you mean 'ple-double-sum'?" in capsys.readouterr().err

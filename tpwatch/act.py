@@ -1,0 +1,53 @@
+"""What is done about findings: log, warn, or stop the run. Pure: decides and formats, raises nothing itself.
+
+Knows records and configuration, not torch and not where findings came from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from tpwatch.config import Config
+from tpwatch.records import Finding
+
+ABORT_EXIT_CODE = 86
+"""Exit code of a run that tpwatch stopped (16 and 17 are Megatron's own; torchrun itself returns 1)."""
+
+logger = logging.getLogger("tpwatch")
+
+_LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+def announce(finding: Finding, config: Config) -> None:
+    """Write one log line about a new or worsened finding; `on_fault: log` never goes above INFO."""
+    level = logging.INFO if config.on_fault == "log" else _LEVELS[finding.severity]
+    if finding.role == "consequence":
+        level = min(level, logging.INFO)
+    logger.log(level, "%s", headline(finding))
+
+
+def headline(finding: Finding) -> str:
+    """One line an on-call person can act on: what, which parameter, since when, where, how sure."""
+    measure = f"ratio {finding.ratio:.4g}" if finding.ratio is not None else f"max abs {finding.max_abs:.3g}"
+    odd = f", odd ranks {list(finding.odd_ranks)}" if finding.odd_ranks else ""
+    return (
+        f"[{finding.code}] {finding.kind}: {finding.parameter} since step {finding.first_step} "
+        f"({measure}; observed {finding.observed}, expected {finding.expected}; ranks {list(finding.ranks)}{odd}; "
+        f"confidence {finding.confidence:.2f}). {finding.advice}"
+    )
+
+
+def must_stop(findings: Iterable[Finding], config: Config) -> tuple[Finding, ...]:
+    """The findings that stop the run under `on_fault: abort`, in the order given; empty for any other policy.
+
+    A confirmed cause of warning or error stops the run. Where the user set a threshold on the spread of values,
+    drift stops it only past that threshold: drift below it is what the user said they can live with.
+    """
+    if config.on_fault != "abort":
+        return ()
+    limits = config.thresholds
+    limited = limits.max_abs is not None or limits.max_rel is not None
+    return tuple(
+        f for f in findings if f.counts and not (limited and f.kind == "drift" and "threshold" not in f.evidence)
+    )

@@ -1,0 +1,240 @@
+"""Megatron-core: where its gradients are finalized, when its optimizer steps, and where the tensors lie.
+
+Seams (measured on 0.16 and 0.19):
+
+- `megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads`, a module attribute that
+  `finalize_model_grads` resolves at call time. Entry is reduced over data-parallel ranks and not yet over tensor-parallel
+  ones, exit is both. The config field `finalize_model_grads_func` is not usable: trainers re-assign it, and its exit is
+  already divided by the number of tokens.
+- `prepare_grads` and `step` of the outermost optimizer, as instance attributes that shadow the methods.
+
+Only translates. Discovery of parameters is in `megatron_params`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from tpwatch.adapters.base import Groups, Host
+from tpwatch.adapters.megatron_params import Parameter, parameters
+from tpwatch.config import Config
+from tpwatch.exchange import OUTSIDE
+from tpwatch.parts import Look, Scope
+from tpwatch.watch import Watch
+
+FINALIZER = "_allreduce_non_tensor_model_parallel_grads"
+
+
+class Megatron:
+    """The adapter; see `tpwatch.adapters.base.Adapter`."""
+
+    name = "megatron"
+
+    def group(self, groups: Groups | None) -> tuple[str, dist.ProcessGroup | None]:
+        """The tensor-parallel group of this rank: the caller's, else Megatron's global one."""
+        if groups and "tp" in groups:
+            return "tp", groups["tp"]
+        return "tp", parallel_state.get_tensor_model_parallel_group()
+
+    def examine(
+        self,
+        model: list[Any],
+        optimizer: Any,  # noqa: ANN401
+        config: Config,
+        groups: Groups | None,
+    ) -> Host:
+        """Describe every parameter of the chunks; nothing is changed and no rank is asked."""
+        del config
+        axis, group = self.group(groups)
+        found = parameters(model, optimizer)
+        device = found[0].tensor.device if found else torch.device("cpu")
+        return Host(
+            axis=axis,
+            group=group,
+            candidates=[p.candidate for p in found],
+            device=device,
+            loss_scaler=any(getattr(o, "grad_scaler", None) is not None for o in each_optimizer(optimizer)),
+            source=lambda rows: MegatronSource([found[i] for i in rows]),
+            install=lambda watch: MegatronSeams(watch, model, optimizer),
+            versions={"megatron_core": importlib.import_module("megatron.core").__version__},
+        )
+
+
+ADAPTER = Megatron
+
+
+class MegatronSource:
+    """Hands out values and the gradients that the finalizer reads, in plan order."""
+
+    def __init__(self, found: Sequence[Parameter]) -> None:
+        """`found` are the parameters of the plan."""
+        self._found = found
+        self._values = [p.tensor.detach() for p in found]
+        self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def values(self) -> Sequence[torch.Tensor]:
+        """Parameter values; re-read where a parameter's storage was swapped (`param.data = ...`)."""
+        for i, parameter in enumerate(self._found):
+            if self._values[i].data_ptr() != parameter.tensor.data_ptr():
+                self._values[i] = parameter.tensor.detach()
+        return self._values
+
+    def look(self, scope: Scope) -> Look:
+        """Gradients as the finalizer sees them: trainable, and the attribute it reads is not None."""
+        gradients: list[torch.Tensor | None] = []
+        present: list[float] = []
+        for i, parameter in enumerate(self._found):
+            gradient, mark = self._gradient(i, parameter, scope)
+            gradients.append(gradient)
+            present.append(mark)
+        return Look(gradients, present)
+
+    def _gradient(self, i: int, parameter: Parameter, scope: Scope) -> tuple[torch.Tensor | None, float]:
+        candidate = parameter.candidate
+        if parameter.chunk not in scope or candidate.grad_start == candidate.grad_stop:
+            return None, OUTSIDE
+        tensor = parameter.tensor
+        gradient = tensor.main_grad if hasattr(tensor, "main_grad") else tensor.grad
+        if gradient is None or not tensor.requires_grad:
+            return None, 0.0
+        return self._owned(i, candidate.grad_start, candidate.grad_stop, gradient), 1.0
+
+    def _owned(self, i: int, start: int, stop: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The slice this data-parallel rank owns; the view is kept as long as the buffer is the same tensor."""
+        if stop - start == gradient.numel():
+            return gradient
+        kept = self._slices.get(i)
+        if kept is None or kept[0] is not gradient:
+            kept = (gradient, gradient.view(-1)[start:stop])
+            self._slices[i] = kept
+        return kept[1]
+
+
+class MegatronSeams:
+    """Wraps the finalizer's TP reduction and the outermost optimizer; `remove` puts the very same objects back."""
+
+    def __init__(self, watch: Watch, chunks: Sequence[Any], optimizer: Any) -> None:  # noqa: ANN401
+        """Install all seams."""
+        self._watch = watch
+        self._chunks = {id(chunk): i for i, chunk in enumerate(chunks)}
+        self._optimizer = optimizer
+        self._module: ModuleType = sys.modules["megatron.core.distributed.finalize_model_grads"]
+        self._shadowed = {name: vars(optimizer).get(name) for name in ("prepare_grads", "step")}
+        self._wrapped: dict[str, Callable[..., Any]] = {}
+        self._active = True
+        self._wrap_finalizer()
+        self._wrap_optimizer()
+
+    # ------------------------------------------------------------------------------- Seams protocol
+
+    def lost(self) -> bool:
+        """True if the host has put another reduction in place of our wrapper."""
+        return getattr(self._module, FINALIZER) is not self._wrapped[FINALIZER]
+
+    def reinstall(self) -> None:
+        """Wrap the reduction the host has put there."""
+        self._wrap_finalizer()
+
+    def remove(self) -> Sequence[str]:
+        """Restore; where the current object is not ours, ours becomes a pass-through and a note says so."""
+        self._active = False
+        notes = []
+        if self.lost():
+            notes.append(f"{FINALIZER} was replaced after attach: the replacement stays, ours passes through")
+        else:
+            setattr(self._module, FINALIZER, self._original)
+        for name, before in self._shadowed.items():
+            if vars(self._optimizer).get(name) is not self._wrapped[name]:
+                notes.append(f"optimizer.{name} was replaced after attach: the replacement stays, ours passes through")
+            elif before is None:
+                delattr(self._optimizer, name)
+            else:
+                setattr(self._optimizer, name, before)
+        return notes
+
+    def iteration(self) -> int | None:
+        """Megatron's own count (`args.curr_iteration`, completed iterations) plus one, where its trainer runs."""
+        module = sys.modules.get("megatron.training.global_vars")
+        args = getattr(module, "_GLOBAL_ARGS", None)
+        done = getattr(args, "curr_iteration", None)
+        return None if done is None else int(done) + 1
+
+    def whole(self) -> Scope:
+        """All chunks of this rank."""
+        return frozenset(self._chunks.values())
+
+    # --------------------------------------------------------------------------------------- wrappers
+
+    def _wrap_finalizer(self) -> None:
+        self._original = original = getattr(self._module, FINALIZER)
+
+        def reduce_watched(model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            scope = frozenset(i for i in map(self._chunks.get, map(id, model)) if i is not None)
+            if not self._active or not scope:
+                return original(model, *args, **kwargs)
+            self._watch.finalizer_entered(scope)
+            result = original(model, *args, **kwargs)
+            self._watch.finalizer_left()
+            return result
+
+        reduce_watched.__wrapped__ = original  # type: ignore[attr-defined]
+        self._wrapped[FINALIZER] = reduce_watched
+        setattr(self._module, FINALIZER, reduce_watched)
+
+    def _wrap_optimizer(self) -> None:
+        prepare, step = self._optimizer.prepare_grads, self._optimizer.step
+
+        def prepare_grads(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            if self._active:
+                self._watch.gradients_ready()
+            return prepare(*args, **kwargs)
+
+        def step_watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+            result = step(*args, **kwargs)
+            if self._active:
+                self._watch.stepped()
+            return result
+
+        for name, wrapper in (("prepare_grads", prepare_grads), ("step", step_watched)):
+            self._wrapped[name] = wrapper
+            setattr(self._optimizer, name, wrapper)
+
+
+def each_optimizer(optimizer: Any) -> Iterator[Any]:  # noqa: ANN401
+    """The optimizers inside a chained one, or the optimizer itself."""
+    for inner in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
+        if inner is optimizer:
+            yield inner
+        else:
+            yield from each_optimizer(inner)
+
+
+def add_args(parser: Any) -> Any:  # noqa: ANN401
+    """Add tpwatch's options to Megatron's parser and return it; call it from your own `extra_args_provider`.
+
+    `--tpwatch` switches it on, `--tpwatch-interval` and `--tpwatch-config` override environment and file. Hand the
+    parsed arguments to `config_from_args`.
+    """
+    group = parser.add_argument_group(title="tpwatch", description="replica consistency of gradients")
+    group.add_argument("--tpwatch", action="store_true", help="watch replicated parameters over the TP group")
+    group.add_argument("--tpwatch-interval", type=int, default=None, help="check every so many steps after warm-up")
+    group.add_argument("--tpwatch-config", default=None, help="YAML file of tpwatch knobs")
+    return parser
+
+
+def config_from_args(args: Any) -> Config:  # noqa: ANN401
+    """The configuration that parsed arguments ask for: command line over environment over file over default."""
+    import os  # noqa: PLC0415
+
+    from tpwatch.config import load  # noqa: PLC0415
+
+    options = {"enabled": None if args.tpwatch else False, "interval": args.tpwatch_interval}
+    return load(cli=options, env=os.environ, file=args.tpwatch_config)

@@ -1,0 +1,131 @@
+"""Every knob of tpwatch on one page.
+
+Knows what may be set, not where a setting comes from and not who uses it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from tpwatch.config.fields import AtLeast, Section, describe
+
+Count = Annotated[int, AtLeast(0)]
+Positive = Annotated[int, AtLeast(1)]
+Amount = Annotated[float, AtLeast(0)]
+PositiveAmount = Annotated[float, AtLeast(0, exclusive=True)]
+Declaration = Literal["sum", "avg", "none", "sharded", "replicated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thresholds(Section):
+    """Limits of your own; past one of them a finding is an error at once, without patience."""
+
+    PREFIX: ClassVar[str] = "thresholds."
+
+    max_abs: Amount | None = None
+    """Largest elementwise difference |a - b| between copies of a parameter that is tolerated."""
+    max_rel: Amount | None = None
+    """Largest |a - b| / max(|a|, |b|) that is tolerated over elements above `rel_floor`."""
+    ratio: PositiveAmount | None = None
+    """Largest norm(after) / norm(before) over the reduction tolerated for gradient copies."""
+    rel_floor: Amount = 1e-3
+    """Elements below this part of their tensor's largest do not enter `max_rel`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchSelection(Section):
+    """Which parameters are watched. Patterns are shell-style and match global parameter names."""
+
+    PREFIX: ClassVar[str] = "watch."
+
+    include: tuple[str, ...] = ("*",)
+    """Only parameters that match one of these are watched."""
+    exclude: tuple[str, ...] = ()
+    """Parameters that match one of these are not watched."""
+    declare: Mapping[str, Declaration] = field(default_factory=dict)
+    """What you know about parameters, pattern to rule; the last match wins, and it beats inference.
+
+    `sum`, `avg`, `none`: the reduction that is right for the gradient. `sharded`: not a replica, do
+    not watch. `replicated`: a replica although nothing marks it as one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explain(Section):
+    """What may be gathered to explain a flagged parameter."""
+
+    PREFIX: ClassVar[str] = "explain."
+
+    gather_bytes: Count = 16 * 2**20
+    """Bytes gathered per rank and check, at most."""
+    exact_elements: Count = 1024
+    """Tensors of up to so many elements are gathered whole instead of estimated from sketches."""
+    gather_checks: Count = 64
+    """Elementwise gathers of one parameter, at most: a long run need not pay for an old finding."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config(Section):
+    """All of tpwatch. Every knob has a default that suits a first run."""
+
+    enabled: bool = True
+    """False on one rank leaves tpwatch off on every rank of the job."""
+    adapter: Literal["auto", "megatron"] = "auto"
+    """Framework to watch; named, a missing or unsupported one is an error, not an unwatched run."""
+    out: str | None = None
+    """Run directory; by default rank 0 chooses a new one under `tpwatch-runs/`."""
+    interval: Positive = 1
+    """Every so many steps are checked, once `warmup` is over."""
+    warmup: Count = 10
+    """So many first steps are all checked, whatever `interval` says."""
+    on_fault: Literal["log", "warn", "abort"] = "warn"
+    """`log`: one information line. `warn`: logged by severity. `abort`: all ranks stop together."""
+    patience: Positive = 3
+    """Exercised checks in a row that must agree before a finding counts."""
+    deep_interval: Positive = 50
+    """Every so many checks the reduction applied to partial gradients is verified again."""
+    guard: Literal["auto", "before_update", "deferred"] = "auto"
+    """When results are read: before the update or one step later; `auto`: at once on CPU only."""
+    fingerprint: Literal["auto", "triton", "native", "packed", "reference"] = "auto"
+    """Implementation of the fingerprint; by name, one that cannot run here is an error."""
+    seed: Count = 0
+    """Key of the hashes and sketches."""
+    start_step: Count = 0
+    """Steps done before this run, where the framework does not say; the next is watched first."""
+    handshake_timeout: PositiveAmount = 120.0
+    """Seconds to wait at attach for all ranks; if one is missing, tpwatch stays off everywhere."""
+    max_errors: Positive = 3
+    """Internal errors after which tpwatch disables itself, on all ranks."""
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    """Limits of your own."""
+    watch: WatchSelection = field(default_factory=WatchSelection)
+    """Which parameters are watched."""
+    explain: Explain = field(default_factory=Explain)
+    """What may be gathered to explain a flagged parameter."""
+
+    def checked(self, step: int, start: int) -> bool:
+        """Whether `step` is checked, `start` being the step before the first watched one.
+
+        Depends on step numbers alone, so that all ranks agree without asking each other.
+        """
+        return step - start <= self.warmup or step % self.interval == 0
+
+    def to_mapping(self) -> dict[str, Any]:
+        """All values as plain Python, in field order; `Config(**mapping)` is the inverse."""
+        return asdict(self)
+
+    def digest(self) -> str:
+        """Hash (16 hex digits) of all that must agree over ranks: every knob but `out`."""
+        values = self.to_mapping()
+        del values["out"]
+        # Keys stay in order: in `watch.declare` the last match wins, so order is meaning.
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the YAML file, generated from the knobs."""
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return {"$schema": dialect, "title": "tpwatch configuration", **describe(Config)}

@@ -1,0 +1,287 @@
+"""Deciding: observations and evidence of one replica group in, findings out.
+
+Pure and torch-free, so that a recorded run replays on a laptop. Every rank of a group feeds its `Diagnosis` the same
+reduced and gathered data and so reaches the same findings, the same wishes for more evidence, and the same end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tpwatch.config import Config
+from tpwatch.diagnose import compare, findings, judges
+from tpwatch.diagnose.findings import layout_finding, presence_finding, skipped_finding
+from tpwatch.diagnose.history import History
+from tpwatch.diagnose.judges import Case, Verdict
+from tpwatch.records import Evidence, Finding, RowObservation, WatchPlan
+
+__all__ = [
+    "Diagnosis",
+    "Outcome",
+    "Target",
+    "When",
+    "layout_finding",
+    "presence_finding",
+    "skipped_finding",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class When:
+    """Where in the run one check stands."""
+
+    step: int
+    call: int = 1
+    """Number of the finalizer call within the step; 0 for a comparison of values alone."""
+    update: int = 0
+    """The update that produced the values seen; 0 for the initial values."""
+    pristine: bool = False
+    """True if the optimizer has not stepped since attach."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter tier 2 should look at in the next check."""
+
+    index: int
+    values: bool
+    """Gather the elementwise spread of its values."""
+    gradients: bool
+    """Gather the elementwise spread of its reduced gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one check changed."""
+
+    new: tuple[Finding, ...] = ()
+    """Findings confirmed, or worse than before, at this check."""
+    grown: tuple[Finding, ...] = ()
+    """Findings worth writing down again: their count or spread has doubled since they were last written."""
+    skipped: bool = False
+
+
+class Diagnosis:
+    """The memory and judgement of one replica group."""
+
+    def __init__(self, plan: WatchPlan, config: Config, *, loss_scaler: bool = False) -> None:
+        """Start with no history. `loss_scaler`: the optimizer skips steps whose gradients are not finite."""
+        self.plan = plan
+        self.config = config
+        self.loss_scaler = loss_scaler
+        self._histories: dict[int, list[History]] = {}
+        self.checks = 0
+        self._roots: dict[int, Finding] = {}
+        self._onset: dict[int, int] = {}
+        self._written: dict[int, tuple[int, float]] = {}
+        self._others: list[Finding] = []
+        self._status: dict[tuple[int, int], str] = {}
+        self._seen: set[int] = set()
+        self._unsettled: dict[int, set[int]] = {}
+        self._partial: set[int] = set()
+
+    # ------------------------------------------------------------------------------------- observing
+
+    def observe(self, at: When, rows: Sequence[RowObservation], evidence: Mapping[int, Evidence]) -> Outcome:
+        """Take in one check: `rows` may leave out rows whose picture did not change and that are not `unsettled`."""
+        self.checks += 1
+        histories = self._of_call(at.call)
+        if self._scaler_will_skip(rows, histories):
+            return Outcome(skipped=True)
+        cases = [self._remember(at, seen, histories[seen.index], evidence.get(seen.index)) for seen in rows]
+        worse: list[Finding] = []
+        for case in _in_order(cases):
+            worse += self._decide(case, at)
+        return Outcome(tuple(worse), self._grown(worse))
+
+    def presence(self, at: When, rows: Sequence[RowObservation]) -> Outcome:
+        """Take in the entry side alone: uneven presence must be said before the framework's reduction starts."""
+        worse: list[Finding] = []
+        for seen in rows:
+            history = self._of_call(at.call)[seen.index]
+            history.advance("uneven", at.step, self.checks + 1, seen)
+            worse += self._decide(self._case(seen, history), at)
+        return Outcome(tuple(worse))
+
+    def _of_call(self, call: int) -> list[History]:
+        """Each finalizer call of a step has a history of its own: the second one sees what the first has done.
+
+        A comparison of values alone (call 0) belongs to the first.
+        """
+        return self._histories.setdefault(max(call, 1), [History() for _ in self.plan.replicas])
+
+    def _remember(self, at: When, seen: RowObservation, history: History, evidence: Evidence | None) -> Case:
+        pattern = compare.pattern(seen, len(self.plan.ranks))
+        if not seen.param.same and history.values_differ_at is None:
+            history.values_differ_at = at.update
+            history.born_different = self.checks == 1 and (at.pristine or pattern != "different/kept")
+            if self.checks == 1 and not history.born_different:
+                history.diverged_at = at.step
+        hurt = any(p.nonfinite_hi for p in (seen.param, seen.pre, seen.post))
+        history.nonfinite_streak = history.nonfinite_streak + 1 if hurt else 0
+        idle = pattern in compare.IDLE
+        suspicion = judges.suspicion(pattern, seen, history)
+        if pattern == "uneven" and history.last is seen:
+            pass  # already taken in by `presence`, before the reduction
+        elif not idle or suspicion == "written":
+            history.advance(suspicion, at.step, self.checks, seen)
+        else:
+            history.last = seen
+        if evidence is not None:
+            history.learn(evidence)
+        if not idle:
+            self._mark(seen, history, at.step)
+        return self._case(seen, history)
+
+    def _mark(self, seen: RowObservation, history: History, step: int) -> None:
+        if not seen.post.same and history.diverged_at is None and seen.present_lo:
+            history.diverged_at = step
+        if seen.pre.same and seen.param.same and history.copies_at is None:
+            history.copies_at = self.checks
+
+    def _case(self, seen: RowObservation, history: History) -> Case:
+        pattern = compare.pattern(seen, len(self.plan.ranks))
+        size = len(self.plan.ranks)
+        return Case(self.plan.replicas[seen.index], seen, history, pattern, size, self.loss_scaler, self.config)
+
+    def _scaler_will_skip(self, rows: Sequence[RowObservation], histories: Sequence[History]) -> bool:
+        """A found-inf step: no verdict, patience unbroken. Only non-finite gradients of every rank count as one."""
+        if not self.loss_scaler:
+            return False
+        hurt = [r for r in rows if r.in_scope and r.post.nonfinite_hi > 0]
+        streaks = [histories[r.index].nonfinite_streak for r in hurt]
+        if not hurt or any(r.post.nonfinite_lo == 0 for r in hurt) or max(streaks) >= judges.SCALER_PATIENCE:
+            return False
+        for row in hurt:
+            histories[row.index].nonfinite_streak += 1
+        return True
+
+    # -------------------------------------------------------------------------------------- deciding
+
+    def _decide(self, case: Case, at: When) -> list[Finding]:
+        """Judge one parameter; return its finding if it is new or worse than before."""
+        index = case.seen.index
+        verdict = judges.judge(case)
+        self._settle(case, verdict, at.call)
+        root = self._roots.get(index)
+        if root is not None:
+            self._roots[index] = findings.goes_on(root, case, verdict, at.step)
+            worse = self._roots[index].severity != root.severity or _crossed(root, self._roots[index])
+            return [self._roots[index]] if worse else []
+        if verdict is None or not findings.confirmed(case, verdict):
+            return []
+        onset = self._onset_of(case, verdict)
+        others = [(f, self._onset[i]) for i, f in self._roots.items() if f.role == "cause"]
+        finding = findings.with_role(findings.found(case, verdict, self.plan, at.step), case, onset, others)
+        self._roots[index], self._onset[index] = finding, onset
+        return [finding]
+
+    def _onset_of(self, case: Case, verdict: Verdict) -> int:
+        if verdict.kind == "init-mismatch":
+            return 1
+        return case.history.since_check
+
+    def _settle(self, case: Case, verdict: Verdict | None, call: int) -> None:
+        """Remember what may be claimed about a parameter, and whether unchanged rows of it can be left out."""
+        index, history = case.seen.index, case.history
+        if case.seen.in_scope:
+            self._seen.add(index)
+        if case.pattern in compare.IDLE and verdict is None:
+            self._unsettled_of(call).discard(index)
+            return
+        status = self._status[max(call, 1), index] = "fault" if verdict else judges.status(case)
+        if history.suspicion in ("changed", "unreduced", "apart"):
+            self._partial.add(index)
+        settled = status == "healthy" and history.streak >= self.config.patience
+        unsettled = self._unsettled_of(call)
+        (unsettled.discard if settled else unsettled.add)(index)
+
+    def _grown(self, fresh: Sequence[Finding]) -> tuple[Finding, ...]:
+        """Findings whose count or spread doubled since last written; keeps an event file short and useful after a kill."""
+        names = {f.parameter for f in fresh}
+        due = []
+        for index, finding in self._roots.items():
+            count, spread = self._written.get(index, (0, 0.0))
+            fresh_one = finding.parameter in names
+            if fresh_one or finding.count >= 2 * count or finding.max_abs > 2 * spread:
+                self._written[index] = (finding.count, finding.max_abs)
+                if not fresh_one:
+                    due.append(finding)
+        return tuple(due)
+
+    # ---------------------------------------------------------------------------------------- asking
+
+    def unsettled(self, call: int) -> frozenset[int]:
+        """Rows that must be in every `observe` of this call, changed or not."""
+        return frozenset(self._unsettled_of(call))
+
+    def _unsettled_of(self, call: int) -> set[int]:
+        return self._unsettled.setdefault(max(call, 1), set(range(len(self.plan.replicas))))
+
+    def wanted(self, step: int, call: int) -> tuple[Target, ...]:
+        """What tier 2 should gather at `step`: a function of reduced data and the step number only."""
+        deep = step % self.config.deep_interval == 0
+        unsettled = self._unsettled_of(call)
+        indices = sorted(unsettled | self._partial if deep else unsettled)
+        histories = self._of_call(call)
+        return tuple(target for i in indices if (target := self._want(i, histories[i], deep=deep)))
+
+    def _want(self, index: int, history: History, *, deep: bool) -> Target | None:
+        seen = history.last
+        if seen is None or history.suspicion not in _GATHERED and seen.param.same:
+            return None
+        budget = self.config.explain.gather_checks if self._spreads(history, seen) else self._undecided_budget(history)
+        if history.gathers >= budget and not deep and not self._limited(seen):
+            return None
+        loose = not seen.post.same and seen.kept_lo
+        return Target(index, values=loose or not seen.param.same, gradients=not seen.post.same)
+
+    @staticmethod
+    def _spreads(history: History, seen: RowObservation) -> bool:
+        return not seen.param.same or (history.diverged_at is not None and not seen.post.same)
+
+    def _undecided_budget(self, history: History) -> int:
+        """`patience` gathers settle an ordinary case; a borderline deviation gets more before it stays undecided."""
+        unclear = history.gradients == "undecided" or history.reduction == "ambiguous"
+        return self.config.patience * (3 if unclear else 1)
+
+    def _limited(self, seen: RowObservation) -> bool:
+        limits = self.config.thresholds
+        return not seen.param.same and (limits.max_abs is not None or limits.max_rel is not None)
+
+    # -------------------------------------------------------------------------------------- reporting
+
+    def add(self, finding: Finding) -> None:
+        """Add a finding that is not about one row of the plan (layout, finalizer)."""
+        self._others = [f for f in self._others if f.key != finding.key] + [finding]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, causes first, in order of first step."""
+        everything = [*self._others, *self._roots.values()]
+        return sorted(everything, key=lambda f: (f.role != "cause", f.first_step, f.parameter))
+
+    @property
+    def not_exercised(self) -> tuple[str, ...]:
+        """Parameters whose gradient was never seen non-zero: no claim is made about their reduction."""
+        exercised = {i for histories in self._histories.values() for i, h in enumerate(histories) if h.exercised}
+        return tuple(r.name for i, r in enumerate(self.plan.replicas) if i in self._seen - exercised)
+
+    @property
+    def unverified(self) -> tuple[str, ...]:
+        """Parameters seen with a gradient whose reduction could not be decided so far."""
+        open_ones = {i for (_, i), status in self._status.items() if status in ("unverified", "undecided")}
+        return tuple(r.name for i, r in enumerate(self.plan.replicas) if i in open_ones)
+
+
+_GATHERED = frozenset({"unreduced", "changed", "apart", "written"})
+
+
+def _in_order(cases: list[Case]) -> list[Case]:
+    """Order within a step: value faults first, then gradients in reverse model order (the order of backward)."""
+    return sorted(cases, key=lambda c: (c.seen.param.same or not c.history.born_different, -c.seen.index))
+
+
+def _crossed(before: Finding, after: Finding) -> bool:
+    return "threshold" in after.evidence and "threshold" not in before.evidence

@@ -1,0 +1,103 @@
+"""Every error tpwatch raises, with the data it is about.
+
+    TpwatchError
+    |-- ConfigError             (also ValueError)    a knob has a value that breaks a rule
+    |-- AdapterUnavailable      (also RuntimeError)  the requested framework is missing or unsupported
+    |-- FingerprintUnavailable  (also RuntimeError)  the requested implementation cannot run here
+    |-- RunDirectoryError       (also RuntimeError)  a run directory is missing or cannot be read
+    `-- ReplicaFault            (also RuntimeError)  the user asked to be stopped, and a fault was found
+
+This file knows no other module of the package.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tpwatch.records import Finding
+
+
+class TpwatchError(Exception):
+    """Root of the tree: catch it to catch everything tpwatch raises on purpose."""
+
+
+class ConfigError(TpwatchError, ValueError):
+    """A configuration knob has a value that breaks a rule.
+
+    Attributes: ``knob`` (dotted key), ``value`` (as given), ``rule`` (what must hold), ``remedy`` (what to do).
+    """
+
+    def __init__(self, knob: str, value: object, rule: str, remedy: str) -> None:
+        """Build the message ``knob = value: rule. remedy``."""
+        super().__init__(f"{knob} = {value!r}: {rule}. {remedy}")
+        self.knob = knob
+        self.value = value
+        self.rule = rule
+        self.remedy = remedy
+
+
+class AdapterUnavailable(TpwatchError, RuntimeError):
+    """The framework asked for by name is not installed, too old or too new, or lacks a symbol.
+
+    Attributes: ``adapter``, ``found`` (version or ``"not installed"``), ``supported`` (range), ``missing`` (dotted symbol).
+    """
+
+    def __init__(self, adapter: str, found: str, supported: str, missing: str = "") -> None:
+        """Build a message that names what was found and what is supported."""
+        symbol = f"; symbol {missing} is missing" if missing else ""
+        super().__init__(
+            f"adapter={adapter!r} cannot be used: found {found}, supported {supported}{symbol}. "
+            f"Install a supported version, or leave adapter='auto' to run unwatched."
+        )
+        self.adapter = adapter
+        self.found = found
+        self.supported = supported
+        self.missing = missing
+
+
+class FingerprintUnavailable(TpwatchError, RuntimeError):
+    """The fingerprint implementation asked for by name cannot run here.
+
+    Attributes: ``name``, ``reason``.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        """Build a message that says why, and what works everywhere."""
+        super().__init__(
+            f"fingerprint = {name!r}: {reason}. Use fingerprint: auto, or `tpwatch doctor` to see what can run."
+        )
+        self.name = name
+        self.reason = reason
+
+
+class RunDirectoryError(TpwatchError, RuntimeError):
+    """A run directory is missing, empty, or cannot be read.
+
+    Attributes: ``path``, ``reason``.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        """Build a message that names the directory and the reason."""
+        super().__init__(f"{path}: {reason}")
+        self.path = path
+        self.reason = reason
+
+
+class ReplicaFault(TpwatchError, RuntimeError):  # noqa: N818 - the contract names it a fault, not an error
+    """Raised on every rank of the replica group, at the same step, when ``on_fault: abort`` meets a fault.
+
+    Attributes: ``findings`` (the confirmed findings that stopped the run), ``step``.
+    """
+
+    def __init__(self, findings: Sequence[Finding], step: int) -> None:
+        """Build a one-line message from the first finding."""
+        first = findings[0]
+        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
+        super().__init__(
+            f"tpwatch stopped the run at step {step}: {first.kind} of {first.parameter}{more}. {first.advice}"
+        )
+        self.findings = tuple(findings)
+        self.step = step

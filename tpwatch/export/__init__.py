@@ -1,0 +1,1 @@
+"""Where results go. Exporters write what they are given; they never decide."""

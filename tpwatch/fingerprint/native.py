@@ -1,0 +1,163 @@
+"""The compiled CPU kernel as a `Fingerprinter`: a pointer table in, all rows out, one call.
+
+Knows: how `_native.c` wants its keys and its pointer table. Must not know: the formulas.
+
+The steady path allocates nothing but short Python lists: the pointer table and the buffers for
+strided tensors are kept, and every call compares addresses, sizes, dtypes and contiguity with
+those the table was built from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from tpwatch.errors import FingerprintUnavailable
+from tpwatch.fingerprint import _native
+from tpwatch.fingerprint.layout import CHUNK, FINE, GROUP, HEAD
+from tpwatch.fingerprint.plans import Plans, placement
+from tpwatch.fingerprint.reference import flat
+from tpwatch.fingerprint.tables import (
+    CHUNK_STREAM,
+    Tables,
+    as_int64,
+    make_tables,
+    splitmix64,
+)
+
+_KINDS: Final = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 4, torch.float64: 5}
+_KIND_NONE: Final = 0
+_KIND_BYTES: Final = 1
+_SLOTS: Final = FINE * GROUP
+
+
+def check(device: torch.device | str) -> tuple[bool, str]:
+    """Return (usable, why): a compiled extension, and tensors in host memory."""
+    if torch.device(device).type != "cpu":
+        return False, "the compiled kernel reads host memory"
+    return True, f"compiled CPU kernel, vector unit {_native.units()[0][1]}"
+
+
+def pack_tables(tables: Tables) -> torch.Tensor:
+    """Return the keys as the int64 words of ``tables_t`` in `_native.c`."""
+    bias = torch.cumsum(tables.u * (tables.v1.sum() << 31), 0)
+    ends = torch.tensor(
+        [as_int64(splitmix64(tables.seed ^ CHUNK_STREAM)), as_int64(tables.seed)], dtype=torch.int64
+    )
+    return torch.cat(
+        (
+            tables.v0,
+            tables.v1,
+            tables.u,
+            torch.zeros(1, dtype=torch.int64),
+            bias,
+            tables.sign_bits,
+            _sign_columns(tables, elements=1),
+            _sign_columns(tables, elements=2),
+            ends,
+        )
+    )
+
+
+def _sign_columns(tables: Tables, elements: int) -> torch.Tensor:
+    """Return the signs by column of 1,024 words that hold `elements` elements each.
+
+    In each half of a 32-bit word per two elements, or in all of it for one, the bits run from the
+    highest down with the row, so that a left shift by the row brings its sign to the sign bit.
+    """
+    negative = (tables.signs(torch.int64) < 0).to(torch.int64)
+    rows = 32 // elements
+    bits = negative.view(CHUNK // (rows * _SLOTS * elements), rows, _SLOTS, elements)
+    top = torch.arange(1, elements + 1, dtype=torch.int64) * rows - 1
+    shift = top - torch.arange(rows, dtype=torch.int64)[:, None, None]
+    words = (bits << shift).sum((1, 3)).view(-1, 2)
+    return words[:, 0] | (words[:, 1] << 32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A pointer table.
+
+    Attributes:
+        table: int64 (tensors, 4): address, numel, kind, bytes per element.
+        copies: (index, buffer) of the tensors the kernel cannot read in place.
+    """
+
+    table: torch.Tensor
+    copies: list[tuple[int, torch.Tensor]]
+
+
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether the elements lie in memory in logical order and as they are meant."""
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
+def _make_plan(tensors: Sequence[torch.Tensor | None]) -> _Plan:
+    """Build the table for `tensors`."""
+    entries: list[tuple[int, int, int, int]] = []
+    copies: list[tuple[int, torch.Tensor]] = []
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            entries.append((0, 0, _KIND_NONE, 1))
+            continue
+        elements = tensor
+        if not _readable(tensor):
+            elements = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copies.append((index, elements))
+        elements = flat(elements)
+        kind = _KINDS.get(elements.dtype, _KIND_BYTES)
+        entries.append((elements.data_ptr(), elements.numel(), kind, elements.element_size()))
+    table = torch.tensor(entries, dtype=torch.int64).view(-1, 4)
+    return _Plan(table, copies)
+
+
+class NativeFingerprinter:
+    """Fingerprints by `_native.c`."""
+
+    name = "native"
+
+    def __init__(self, device: torch.device | str, reason: str, unit: str = "") -> None:
+        """Pack the keys.
+
+        Args:
+            device: the CPU.
+            reason: why this implementation was chosen.
+            unit: name of the vector unit; the widest one if empty.
+
+        Raises:
+            FingerprintUnavailable: this processor has no such vector unit.
+        """
+        units = {name: index for index, name in reversed(_native.units())}
+        if unit and unit not in units:
+            reason = f"vector unit {unit} is not usable here; there are {', '.join(units)}"
+            raise FingerprintUnavailable(name="native", reason=reason)
+        self.reason = reason
+        self._unit = units[unit] if unit else _native.units()[0][0]
+        self._keys = pack_tables(make_tables(device))
+        self._plans: Plans[_Plan] = Plans()
+
+    @torch.no_grad()
+    def rows(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        out: torch.Tensor,
+        head: torch.Tensor | None = None,
+    ) -> None:
+        """Write one row per tensor; see `Fingerprinter.rows`."""
+        plan = self._plans.get(out, placement(tensors), lambda: _make_plan(tensors))
+        for index, buffer in plan.copies:
+            source = tensors[index]
+            if source is not None:
+                buffer.copy_(source)
+        _native.rows(
+            self._unit,
+            self._keys.data_ptr(),
+            plan.table.data_ptr(),
+            len(tensors),
+            out.data_ptr(),
+            0 if head is None else head.data_ptr(),
+            HEAD if head is None else head.stride(0),
+        )

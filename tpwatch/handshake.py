@@ -1,0 +1,104 @@
+"""Agreement through the job's key-value store, without a collective: first writer decides, everyone obeys.
+
+Used before any tpwatch collective exists (attach), and wherever ranks must act together at a point that no buffer
+header covers (final check, a lost wrapper, a finalizer that never runs). A meeting has a timeout; a rank that is not
+there makes it fail for everyone, never hang. Two ranks can not come to different conclusions: the decision is one
+key that `compare_set` writes once.
+
+Knows keys and JSON; not what is being agreed on.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+Payload = Mapping[str, Any]
+Judge = Callable[[Mapping[int, Payload]], str]
+"""Looks at the payloads so far (by rank) and returns why the meeting must fail, or an empty string."""
+
+_ON = "on"
+_POLL_FIRST, _POLL_LONGEST = 0.002, 0.1
+
+
+def default_store() -> dist.Store:
+    """The store that `init_process_group` used. torch has no public name for it."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """One named agreement between `ranks` (global); the first of them collects and proposes."""
+
+    store: dist.Store
+    name: str
+    rank: int
+    ranks: Sequence[int]
+    timeout: float
+    """Seconds the leader waits for the others; the others wait a little longer for the leader."""
+
+    def hold(self, payload: Payload, judge: Judge = lambda _payloads: "") -> str:
+        """Post `payload` and wait for the decision: empty if all agreed, else the reason, the same on every rank."""
+        self.store.set(self._key("said", self.rank), json.dumps(payload))
+        if self.rank == self.ranks[0]:
+            return self._decide(self._collect(judge))
+        patience = 1.25 * self.timeout + 2.0
+        if self._poll([self._key("decision")], patience):
+            return self._decision()
+        return self._decide(f"rank {self.ranks[0]} gave no decision within {patience:.0f} s")
+
+    def payloads(self) -> dict[int, Payload]:
+        """What every rank posted; only after a `hold` that agreed."""
+        return {rank: self._said(rank) for rank in self.ranks}
+
+    def payload(self, rank: int) -> Payload:
+        """What one rank posted; only after a `hold` that agreed."""
+        return self._said(rank)
+
+    def _collect(self, judge: Judge) -> str:
+        """Wait for everyone; stop early at the first payload the judge refuses."""
+        heard: dict[int, Payload] = {}
+        deadline = time.monotonic() + self.timeout
+        for rank in self.ranks:
+            if not self._poll([self._key("said", rank)], max(0.0, deadline - time.monotonic())):
+                return f"rank {rank} did not answer within {self.timeout:.0f} s"
+            heard[rank] = self._said(rank)
+            if reason := judge(heard):
+                return reason
+        return ""
+
+    def _decide(self, reason: str) -> str:
+        """Propose; whoever wrote first is right."""
+        self.store.compare_set(self._key("decision"), "", f"off: {reason}" if reason else _ON)
+        return self._decision()
+
+    def _decision(self) -> str:
+        decision: str = self.store.get(self._key("decision")).decode()
+        return "" if decision == _ON else decision.removeprefix("off: ")
+
+    def _said(self, rank: int) -> Payload:
+        said: Payload = json.loads(self.store.get(self._key("said", rank)))
+        return said
+
+    def _key(self, what: str, rank: int | None = None) -> str:
+        return f"tpwatch/{self.name}/{what}" if rank is None else f"tpwatch/{self.name}/{what}/{rank}"
+
+    def _poll(self, keys: list[str], timeout: float) -> bool:
+        """Wait for keys without blocking inside the store: a blocking wait holds the client that others may need."""
+        deadline, pause = time.monotonic() + timeout, _POLL_FIRST
+        while not self.store.check(keys):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_LONGEST)
+        return True
+
+
+def next_round(store: dist.Store, what: str, rank: int) -> int:
+    """How often this rank has come to `what` so far, from 1: the same number on every rank for the same meeting."""
+    return int(store.add(f"tpwatch/round/{what}/{rank}", 1))

@@ -1,0 +1,91 @@
+"""What one lab run is: sizes, parallel layout, precision.
+
+Knows: the knobs of the lab's model and what they may be. Must not know: Megatron, torch, the faults.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tpwatch.errors import ConfigError
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabConfig:
+    """A tiny GPT under tensor parallelism; the defaults train in some tens of milliseconds a step on one core."""
+
+    tp: int = 2
+    """Tensor-parallel size."""
+
+    dp: int = 1
+    """Data-parallel size; the world has ``tp * dp`` ranks."""
+
+    sequence_parallel: bool = True
+    """Megatron's sequence parallelism: norms work on a slice of the sequence, their gradients are summed."""
+
+    qk_layernorm: bool = False
+    """Norms on queries and keys; Megatron sums their gradients by name."""
+
+    bias: bool = False
+    """Biases in linear layers; those of row-parallel layers are replicated."""
+
+    distributed_optimizer: bool = False
+    """Shard the optimizer over data-parallel ranks, gradients arrive by reduce-scatter."""
+
+    overlap_grad_reduce: bool = False
+    """Reduce gradient buckets over data-parallel ranks while the backward pass still runs."""
+
+    precision: Precision = "fp32"
+    """Parameter dtype; ``fp16`` trains with a dynamic loss scaler."""
+
+    per_token_loss: bool = False
+    """Divide by the number of tokens after the reductions, as Megatron's ``calculate_per_token_loss``."""
+
+    prompt_fraction: float = 0.0
+    """Leading share of every sequence that the loss mask hides, as in supervised fine-tuning."""
+
+    hidden: int = 64
+    """Hidden size."""
+
+    layers: int = 2
+    """Transformer layers."""
+
+    heads: int = 4
+    """Attention heads; a multiple of `tp`."""
+
+    vocab: int = 128
+    """Vocabulary size; a multiple of `tp`."""
+
+    seq: int = 32
+    """Tokens per sequence; a multiple of `tp`."""
+
+    batch: int = 2
+    """Sequences per microbatch and data-parallel rank."""
+
+    microbatches: int = 1
+    """Microbatches accumulated in one step."""
+
+    seed: int = 1234
+    """Seed of the initial weights and of the data."""
+
+    lr: float = 1e-3
+    """Adam's learning rate."""
+
+    clip_grad: float = 1.0
+    """Global gradient-norm limit; 0 switches clipping off."""
+
+    def __post_init__(self) -> None:
+        """Check that the sizes divide."""
+        for knob in ("heads", "vocab", "seq"):
+            value = getattr(self, knob)
+            if value % self.tp:
+                rule = f"must be a multiple of the tensor-parallel size {self.tp}"
+                raise ConfigError(f"lab.{knob}", value, rule, "Choose another size.")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.dp

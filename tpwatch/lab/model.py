@@ -1,0 +1,229 @@
+"""Builds the real thing: Megatron-core's GPTModel, DDP, schedule, finalizer and optimizer, on CPU over gloo.
+
+Knows: Megatron-core's public construction API (0.16 and 0.19). Must not know: the catalogue, tpwatch. A fault reaches
+in through two seams: `edit_model` before DDP wraps the model, and the attributes of the finished `TrainingRun`.
+Importing this file imports Megatron-core: call `tpwatch.lab.cpu.install` first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from tpwatch.lab.data import Batch, batches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from tpwatch.lab.config import LabConfig
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class MarkedRMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm with the mark Megatron's own norms put on their gain.
+
+    Why: Megatron's wrapper around the torch norm refuses ``sequence_parallel``, and its other norms need CUDA kernels.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
+    ) -> None:
+        """Build a gain of shape ``[hidden_size]``, marked as the configuration says."""
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class TrainingRun:
+    """One model in training, driven the way Megatron's own loop drives it.
+
+    Attributes that a fault or a test may change before the first step: ``chunks`` (model chunks as the framework
+    sees them), ``optimizer``, ``transformer_config`` (its ``finalize_model_grads_func`` is what the schedule calls),
+    ``extra_losses`` (added to the language-model loss of each microbatch), ``after_update`` (called after the
+    optimizer), ``on_close`` (undoes what was changed outside this run).
+    """
+
+    def __init__(self, config: LabConfig, chunk: DistributedDataParallel) -> None:
+        """Wire one DDP-wrapped chunk to its optimizer and to the schedule."""
+        self.config = config
+        self.chunks: list[torch.nn.Module] = [chunk]
+        self.transformer_config: TransformerConfig = chunk.config
+        self.optimizer = get_megatron_optimizer(_optimizer_config(config), self.chunks)
+        self.extra_losses: list[Callable[[Batch], torch.Tensor]] = []
+        self.after_update: list[Callable[[], object]] = []
+        self.on_close = contextlib.ExitStack()
+        self.transformer_config.grad_scale_func = self.optimizer.scale_loss
+        self.transformer_config.finalize_model_grads_func = self.finalize
+        if config.overlap_grad_reduce:
+            self.transformer_config.no_sync_func = chunk.no_sync
+
+    @property
+    def model(self) -> GPTModel:
+        """The bare GPTModel: the names of its parameters are the names of the catalogue."""
+        return unwrap(self.chunks[0])
+
+    def finalize(self, _chunks: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Finalize the gradients of every chunk of this run (the schedule itself knows only the first)."""
+        finalize_model_grads(self.chunks, *args, **kwargs)
+
+    def step(self, index: int) -> float:
+        """Train on the batches of step ``index`` and return this rank's loss, averaged over its microbatches."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        rank = parallel_state.get_data_parallel_rank()
+        losses = get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=iter(batches(self.config, index, rank)),
+            model=self.chunks[0],
+            num_microbatches=self.config.microbatches,
+            seq_length=self.config.seq,
+            micro_batch_size=self.config.batch,
+        )
+        self.optimizer.step()
+        for call in self.after_update:
+            call()
+        return sum(loss.item() for loss in losses) / len(losses)
+
+    def close(self) -> None:
+        """Undo what the run changed outside itself; the run cannot be stepped any more."""
+        self.on_close.close()
+
+    def _forward_step(self, data: Iterator[Batch], model: torch.nn.Module) -> tuple[Any, Any]:
+        """Answer Megatron's schedule: the output of one microbatch and the function that makes it a loss."""
+        batch = next(data)
+        output = model(batch.tokens, batch.positions, batch.attention_mask, labels=batch.labels)
+        return output, lambda losses: self._loss(losses, batch)
+
+    def _loss(self, losses: torch.Tensor, batch: Batch) -> tuple[Any, ...]:
+        """Reduce per-token losses ``[batch, seq]``; with per-token loss Megatron divides later, by all tokens."""
+        total = (losses.float() * batch.loss_mask).sum()
+        tokens = batch.loss_mask.sum()
+        extra = sum((loss(batch) for loss in self.extra_losses), torch.zeros(()))
+        mean = (total / tokens).detach()
+        if self.config.per_token_loss:
+            return total + extra * tokens, tokens.int(), mean
+        return total / tokens + extra, mean
+
+
+def build(
+    config: LabConfig, edit_model: Callable[[GPTModel], None] = lambda _model: None
+) -> TrainingRun:
+    """Initialise Megatron's parallel state for ``config`` and return a run that is ready to step.
+
+    ``torch.distributed`` must be initialised with ``config.world`` ranks. ``edit_model`` may replace modules of the
+    bare model. Weights and data depend on ``config.seed`` alone, not on the parallel layout.
+    """
+    _initialize_parallel_state(config)
+    transformer_config = _transformer_config(config)
+    model = _gpt(config, transformer_config)
+    edit_model(model)
+    if config.precision != "fp32":
+        model = Float16Module(transformer_config, model)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.overlap_grad_reduce,
+        use_distributed_optimizer=config.distributed_optimizer,
+    )
+    return TrainingRun(config, DistributedDataParallel(transformer_config, ddp_config, model))
+
+
+def unwrap(chunk: torch.nn.Module) -> Any:  # noqa: ANN401 - a model chunk is whatever the framework wrapped
+    """Strip DDP and precision wrappers from a model chunk."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _initialize_parallel_state(config: LabConfig) -> None:
+    """Set up process groups, keeping those of the run before if the layout is the same, and seed."""
+    layout = (config.tp, config.world)
+    if parallel_state.model_parallel_is_initialized() and layout != (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        torch.distributed.get_world_size(),
+    ):
+        parallel_state.destroy_model_parallel()
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp)
+    torch.manual_seed(config.seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
+
+
+def _transformer_config(config: LabConfig) -> TransformerConfig:
+    """Translate the lab's knobs; everything that needs a fused CUDA kernel is off."""
+    dtype = DTYPES[config.precision]
+    return TransformerConfig(
+        num_layers=config.layers,
+        hidden_size=config.hidden,
+        ffn_hidden_size=2 * config.hidden,
+        num_attention_heads=config.heads,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        add_bias_linear=config.bias,
+        tensor_model_parallel_size=config.tp,
+        sequence_parallel=config.sequence_parallel,
+        calculate_per_token_loss=config.per_token_loss,
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.precision == "bf16",
+        fp16=config.precision == "fp16",
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _gpt(config: LabConfig, transformer_config: TransformerConfig) -> GPTModel:
+    """Build the GPTModel from Megatron's local layer spec with `MarkedRMSNorm` for its norms."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer.submodules.input_layernorm = MarkedRMSNorm
+    layer.submodules.pre_mlp_layernorm = MarkedRMSNorm
+    if config.qk_layernorm:
+        layer.submodules.self_attention.submodules.q_layernorm = MarkedRMSNorm
+        layer.submodules.self_attention.submodules.k_layernorm = MarkedRMSNorm
+    block = TransformerBlockSubmodules(
+        layer_specs=[layer] * config.layers, layer_norm=MarkedRMSNorm
+    )
+    return GPTModel(
+        transformer_config,
+        block,
+        vocab_size=config.vocab,
+        max_sequence_length=config.seq,
+        position_embedding_type="rope",
+    )
+
+
+def _optimizer_config(config: LabConfig) -> OptimizerConfig:
+    """Adam with Megatron's defaults; fp16 starts from a loss scale that tiny models do not overflow."""
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        weight_decay=0.0,
+        clip_grad=config.clip_grad,
+        use_distributed_optimizer=config.distributed_optimizer,
+        params_dtype=DTYPES[config.precision],
+        bf16=config.precision == "bf16",
+        fp16=config.precision == "fp16",
+        initial_loss_scale=2.0**12,
+    )

@@ -1,0 +1,343 @@
+"""The story of one checked step: pack, exchange, explain, diagnose, act, record.
+
+    before_reduction   fingerprint values and gradients -> one all-reduce(MAX) -> gather what was flagged earlier
+      (the framework reduces the replicated gradients)
+    after_reduction    fingerprint gradients again      -> one all-reduce(MAX) -> gather the same
+      diagnose what came back -> act on it -> write it down
+
+Knows no framework: tensors come from a `Source`, the process group from whoever built the `Exchange`. Every branch
+that leads to a collective depends on the step number or on reduced data; a local failure sends a void buffer instead
+of staying away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from tpwatch import act
+from tpwatch._guard import Guard
+from tpwatch.config import Config
+from tpwatch.diagnose import Outcome, When, layout_finding, presence_finding
+from tpwatch.errors import ReplicaFault
+from tpwatch.exchange import (
+    ENTRY,
+    EXIT,
+    VALUES,
+    Buffers,
+    Layout,
+    Pending,
+    ReadBack,
+    Reduced,
+    header_of,
+    presence_flags,
+    reduction_flags,
+)  # fmt: skip
+from tpwatch.explain import Explainer, Request
+from tpwatch.fingerprint.layout import ROW
+from tpwatch.lookout import Lookout
+from tpwatch.parts import Check, Parts, Scope
+from tpwatch.records import Evidence, Finding, StepReport
+
+
+class Monitor:
+    """Watches the replicas of one group. Driven by `watch.Watch`, which knows when a step begins and ends."""
+
+    def __init__(self, parts: Parts, config: Config, guard: Guard) -> None:
+        """Allocate every buffer; from here on the clean path allocates nothing that grows."""
+        n = len(parts.plan.replicas)
+        self.parts = parts
+        self.config = config
+        self.guard = guard
+        self.watching = n > 0
+        self.last_report: StepReport | None = None
+        self._digest = parts.plan.digest
+        self._layout = Layout(n)
+        self._buffers = Buffers(self._layout, parts.device)
+        self._readback = ReadBack(self._layout, parts.device)
+        self._explainer = Explainer(parts.plan, parts.exchange, config, guard, parts.device)
+        self._entry_rows = torch.zeros(2 * n, ROW, dtype=torch.float64, device=parts.device)
+        self._exit_rows = torch.zeros(n, ROW, dtype=torch.float64, device=parts.device)
+        self._prompt = parts.device.type == "cpu" if config.guard == "auto" else config.guard == "before_update"
+        self._presence: tuple[float, ...] = ()
+        self._absent: dict[int, tuple[int, ...]] = {}
+        self._signatures: dict[int, torch.Tensor] = {}
+        self._open: Check | None = None
+        self._pending: Check | None = None
+        self._status: tuple[object, object] = ((), ())
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._step_ended = 0.0
+        self._lock = threading.Lock()
+        self._lookout = Lookout()
+
+    # ------------------------------------------------------------------------------------- the story
+
+    def before_reduction(self, step: int, call: int, scope: Scope) -> None:
+        """Entry side, in front of the framework's TP reduction. A collective on checked steps."""
+        self.catch_up()
+        if not self.watching or not self.config.checked(step, self.config.start_step):
+            return
+        started = self.parts.clock()
+        check = self._begin(When(step, call, update=step - 1, pristine=self._steps == 0), scope)
+        check.entry = self._send(check, ENTRY, self._buffers.entry, self._pack_entry)
+        self._gather_before(check)
+        self._open = check
+        if self._prompt:
+            self._say_presence(check, check.entry.wait())
+        else:
+            self._lookout.watch(check.entry, lambda entry: self._foretell(check, entry))
+        check.seconds = self.parts.clock() - started
+
+    def after_reduction(self) -> None:
+        """Exit side, behind the framework's TP reduction. A collective if and only if the entry side was one."""
+        check, self._open = self._open, None
+        if check is None:
+            return
+        started = self.parts.clock()
+        check.exit = self._send(check, EXIT, self._buffers.exit, self._pack_exit)
+        self._gather_after(check)
+        check.seconds += self.parts.clock() - started
+        if self._prompt:
+            self._conclude(check)
+        else:
+            self._pending = check
+
+    def check_values(self, step: int) -> None:
+        """Compare values alone, outside a step (end of training, before a save). A collective."""
+        self.catch_up()
+        if not self.watching:
+            return
+        started = self.parts.clock()
+        check = self._begin(When(step, call=0, update=step, pristine=self._steps == 0), frozenset())
+        check.entry = self._send(check, VALUES, self._buffers.entry, self._pack_entry)
+        check.seconds = self.parts.clock() - started
+        self._conclude(check)
+
+    def end_of_step(self) -> None:
+        """The optimizer has stepped: take the time, for the overhead that a report states."""
+        now = self.parts.clock()
+        self._steps += 1
+        self._step_seconds = now - self._step_ended if self._step_ended else 0.0
+        self._step_ended = now
+
+    def catch_up(self) -> None:
+        """Read the check that is still on its way (deferred mode): at a fixed place, never by polling."""
+        check, self._pending = self._pending, None
+        if check is not None:
+            self._conclude(check)
+
+    # --------------------------------------------------------------------------------- sending a side
+
+    def _begin(self, at: When, scope: Scope) -> Check:
+        wanted = self.guard.attempt("choosing what to explain", self.parts.diagnosis.wanted, at.step, at.call)
+        targets = tuple(Request(t.index, t.values, t.gradients) for t in wanted.value or ()) if at.call else ()
+        exchange = self.parts.exchange
+        check = Check(at, scope, targets)
+        check.collectives_before, check.bytes_before = exchange.collectives, exchange.bytes
+        return check
+
+    def _send(
+        self, check: Check, phase: int, buffer: torch.Tensor, pack: Callable[[Check], None]
+    ) -> Pending:
+        """Fill, seal and reduce one buffer. Whatever fails locally, the collective is joined with a void one."""
+        packed = self.guard.attempt("fingerprint", pack, check)
+        if not packed.ok:
+            buffer.zero_()
+        self._buffers.seal(buffer, self._header(check, phase, failed=not packed.ok))
+        self.parts.exchange.reduce_max(buffer)
+        return self._readback.start(buffer)
+
+    def _header(self, check: Check, phase: int, *, failed: bool) -> tuple[float, ...]:
+        plan = (self._digest & 0xFFFFFFFF, self._digest >> 32)
+        flags = (float(failed), float(self.guard.tripped))
+        return (phase, check.at.call, check.at.step, *plan, _digest(check.targets), *flags)
+
+    def _pack_entry(self, check: Check) -> None:
+        n, half = self._layout.n, self._buffers.entry[0]
+        look = self.parts.source.look(check.scope)
+        tensors = [*self.parts.source.values(), *look.gradients]
+        self.parts.fingerprinter.rows(tensors, self._entry_rows, self._layout.heads(half, 2 * n))
+        present = tuple(look.present)
+        if present != self._presence:
+            presence_flags(self._layout.flags(half, 2 * n), present, self.parts.group_rank)
+            self._presence = present
+
+    def _pack_exit(self, check: Check) -> None:
+        n, half = self._layout.n, self._buffers.exit[0]
+        look = self.parts.source.look(check.scope)
+        self.parts.fingerprinter.rows(look.gradients, self._exit_rows, self._layout.heads(half, n))
+        reduction_flags(self._layout.flags(half, n), self._entry_rows[n:], self._exit_rows)
+
+    # ----------------------------------------------------------------------------------------- tier 2
+
+    def _gather_before(self, check: Check) -> None:
+        """Gather the targets if, and only if, every rank wants the same ones (the header says so)."""
+        if not check.targets or check.entry is None:
+            return
+        header = header_of(self._buffers.entry)
+        if header.mismatch or not header.agrees("targets") or header.flag("failed"):
+            check.targets = ()
+            return
+        before = self.parts.exchange.collectives
+        look = self.parts.source.look(check.scope)
+        self._explainer.gather_before(check.targets, self._entry_rows, self.parts.source.values(), look.gradients)
+        check.deep += self.parts.exchange.collectives - before
+
+    def _gather_after(self, check: Check) -> None:
+        if not check.targets:
+            return
+        before = self.parts.exchange.collectives
+        self._explainer.gather_after(self._exit_rows, self.parts.source.look(check.scope).gradients)
+        check.deep += self.parts.exchange.collectives - before
+
+    # --------------------------------------------------------------------------- reading, deciding, acting
+
+    def _say_presence(self, check: Check, entry: torch.Tensor) -> None:
+        """Uneven presence is said, and acted on, before the framework's reduction can hang on it."""
+        reduced = Reduced(self._layout, self.parts.plan.ranks, entry, None)
+        if self._void(check, reduced) or not (uneven := reduced.uneven()):
+            return
+        self._find_absent(check, uneven)
+        rows = [replace(row, absent=self._absent[row.index]) for row in reduced.rows(uneven)]
+        outcome = self._diagnose(lambda: self.parts.diagnosis.presence(check.at, rows))
+        self._act(check.at.step, outcome)
+
+    def _find_absent(self, check: Check, uneven: list[int]) -> None:
+        """Which ranks lack the gradients of these rows: the reduced columns only tell the lowest and the highest.
+
+        One more collective the first time a row is uneven; every rank read the same rows from the reduced buffer.
+        """
+        if all(index in self._absent for index in uneven):
+            return
+        before = self.parts.exchange.collectives
+        mine = torch.tensor([self._presence[i] for i in uneven], dtype=torch.float64, device=self.parts.device)
+        present = self.parts.exchange.gather(mine).T.tolist()
+        ranks = self.parts.plan.ranks
+        for index, marks in zip(uneven, present, strict=True):
+            self._absent[index] = tuple(r for r, mark in zip(ranks, marks, strict=True) if mark == 0.0)
+        check.deep += self.parts.exchange.collectives - before
+
+    def _foretell(self, check: Check, entry: torch.Tensor) -> None:
+        """Deferred mode, on the lookout's thread: write uneven presence down while training may already hang on it.
+
+        Writes only. The verdict, and what is done about it, follow in step order on the training thread.
+        """
+        reduced = Reduced(self._layout, self.parts.plan.ranks, entry, None)
+        if any(h.mismatch or h.flag("failed") for h in reduced.headers):
+            return
+        for row in reduced.rows(reduced.uneven()):
+            finding = presence_finding(self.parts.plan, row, check.at.step)
+            self._write(lambda finding=finding: self.parts.recorder.finding(check.at.step, finding))  # type: ignore[misc]
+
+    def close(self) -> None:
+        """Stop the lookout. Idempotent."""
+        self._lookout.close()
+
+    def _conclude(self, check: Check) -> None:
+        """Turn what came back into a verdict, the same on every rank of the group."""
+        started = self.parts.clock()
+        entry = check.entry.wait() if check.entry else None
+        if entry is None:
+            return
+        reduced = Reduced(self._layout, self.parts.plan.ranks, entry, check.exit.wait() if check.exit else None)
+        evidence = self._explainer.conclude()
+        if self._void(check, reduced):
+            return
+        outcome = self._diagnose(lambda: self._observe(check, reduced, evidence))
+        check.seconds += self.parts.clock() - started
+        self._record(check, reduced, evidence, outcome)
+        self._act(check.at.step, outcome)
+
+    def _observe(self, check: Check, reduced: Reduced, evidence: Mapping[int, Evidence]) -> Outcome:
+        """Hand over only rows whose picture changed, that are unsettled, or about which there is new evidence."""
+        signature = reduced.signature()
+        last = self._signatures.get(check.at.call)
+        changed = range(self._layout.n) if last is None else torch.nonzero(signature != last).flatten().tolist()
+        self._signatures[check.at.call] = signature
+        diagnosis = self.parts.diagnosis
+        indices = sorted({*changed, *diagnosis.unsettled(check.at.call), *evidence})
+        return diagnosis.observe(check.at, reduced.rows(indices), evidence)
+
+    def _diagnose(self, decide: Callable[[], Outcome]) -> Outcome:
+        """A failed diagnosis leaves this rank with another history than its peers: it has to take all of them off."""
+        outcome = self.guard.attempt("diagnosis", decide)
+        if outcome.value is None:
+            self.guard.errors = max(self.guard.errors, self.guard.limit)
+            return Outcome()
+        return outcome.value
+
+    def _void(self, check: Check, reduced: Reduced) -> bool:
+        """True if the buffers of this check mean nothing: a rank failed, gave up, or sent another step or plan."""
+        for header in reduced.headers:
+            if header.flag("disabled"):
+                self._stop(check.at.step, "an internal error on one rank: tpwatch is off on all ranks of this group")
+            elif header.mismatch:
+                self._act(check.at.step, Outcome((self._mismatch(check, header.mismatch),)))
+            elif not header.flag("failed"):
+                continue
+            return True
+        return False
+
+    def _mismatch(self, check: Check, text: str) -> Finding:
+        finding = layout_finding(self.parts.plan, "(buffer header)", text, check.at.step)
+        self.parts.diagnosis.add(finding)
+        return finding
+
+    def _stop(self, step: int, why: str) -> None:
+        if self.watching:
+            self.watching = False
+            self._write(lambda: self.parts.recorder.note(step, why))
+
+    def report(self, step: int, findings: Sequence[Finding]) -> None:
+        """Record and act on findings made elsewhere (layout, finalizer protocol)."""
+        for finding in findings:
+            self.parts.diagnosis.add(finding)
+        self._act(step, Outcome(tuple(findings)))
+
+    def _act(self, step: int, outcome: Outcome) -> None:
+        for finding in (*outcome.new, *outcome.grown):
+            self._write(lambda finding=finding: self.parts.recorder.finding(step, finding))  # type: ignore[misc]
+        for finding in outcome.new if self.parts.group_rank == 0 else ():
+            act.announce(finding, self.config)
+        if stop := act.must_stop(outcome.new, self.config):
+            self._write(lambda: self.parts.recorder.abort(step, stop))
+            raise ReplicaFault(stop, step)
+
+    # --------------------------------------------------------------------------------------- recording
+
+    def _record(self, check: Check, reduced: Reduced, evidence: Mapping[int, Evidence], outcome: Outcome) -> None:
+        exchange, spreads = self.parts.exchange, [e.param for e in evidence.values() if e.param]
+        sent = exchange.collectives - check.collectives_before
+        self.last_report = StepReport(
+            step=check.at.step, call=check.at.call, new=outcome.new, active=len(self.parts.diagnosis.findings),
+            differing=reduced.differing(),
+            max_abs=max((s.max_abs for s in spreads), default=0.0),
+            max_rel=max((s.max_rel for s in spreads), default=0.0),
+            seconds=check.seconds, step_seconds=self._step_seconds, collectives=sent - check.deep,
+            deep_collectives=check.deep, bytes_exchanged=exchange.bytes - check.bytes_before, skipped=outcome.skipped,
+        )  # fmt: skip
+        report = self.last_report
+        self._write(lambda: self.parts.recorder.check(report))
+        diagnosis = self.parts.diagnosis
+        status = (diagnosis.not_exercised, diagnosis.unverified)
+        if status != self._status:
+            self._status = status
+            self._write(lambda: self.parts.recorder.status(check.at.step, *status))
+
+    def _write(self, event: Callable[[], None]) -> None:
+        """A full disk or a broken recorder costs events, never the run."""
+        with self._lock:
+            self.guard.attempt("recording", event)
+
+
+def _digest(targets: Sequence[Request]) -> float:
+    """53-bit digest of what tier 2 is to gather, exact in float64; 0 for nothing."""
+    if not targets:
+        return 0.0
+    text = ",".join(f"{t.index}{'v' * t.values}{'g' * t.gradients}" for t in targets)
+    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") + 1)

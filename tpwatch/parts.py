@@ -1,0 +1,97 @@
+"""What a monitor is built from, and what it asks of an adapter and a recorder.
+
+Knows the shape of things only; the story is in `monitor`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tpwatch.diagnose import Diagnosis, When
+from tpwatch.exchange import Exchange, Pending
+from tpwatch.explain import Request
+from tpwatch.fingerprint import Fingerprinter
+from tpwatch.records import Finding, StepReport, WatchPlan
+
+Scope = frozenset[int]
+"""Indices of the model chunks that one finalizer call handles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The gradients of one rank at one point, in plan order."""
+
+    gradients: Sequence[torch.Tensor | None]
+    present: Sequence[float]
+    """1.0 with a gradient, 0.0 without, `OUTSIDE` if this call does not handle it or it is not owned here."""
+
+
+class Source(Protocol):
+    """Where the tensors of a plan come from; an adapter implements it."""
+
+    def values(self) -> Sequence[torch.Tensor]:
+        """Current values, in plan order."""
+        ...
+
+    def look(self, scope: Scope) -> Look:
+        """Gradients the framework is about to reduce, or has just reduced, in plan order."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where events go. Only the leader of a replica group writes; the others hold a silent one."""
+
+    def check(self, report: StepReport) -> None:
+        """One checked step."""
+        ...
+
+    def finding(self, step: int, finding: Finding) -> None:
+        """A finding that is new or has changed."""
+        ...
+
+    def status(self, step: int, not_exercised: Sequence[str], unverified: Sequence[str]) -> None:
+        """Parameters about which no claim is made."""
+        ...
+
+    def note(self, step: int, text: str) -> None:
+        """Anything else worth reading later."""
+        ...
+
+    def abort(self, step: int, findings: Sequence[Finding]) -> None:
+        """The run is about to be stopped."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a monitor is built from: one of each for a replica group."""
+
+    plan: WatchPlan
+    source: Source
+    exchange: Exchange
+    group_rank: int
+    fingerprinter: Fingerprinter
+    diagnosis: Diagnosis
+    recorder: Recorder
+    device: torch.device
+    clock: Callable[[], float] = time.perf_counter
+
+
+@dataclass(slots=True)
+class Check:
+    """One check under way."""
+
+    at: When
+    scope: Scope
+    targets: tuple[Request, ...]
+    entry: Pending | None = None
+    exit: Pending | None = None
+    seconds: float = 0.0
+    deep: int = 0
+    collectives_before: int = 0
+    bytes_before: int = 0

@@ -1,0 +1,1 @@
+"""Reading a run directory back: what the run comes to, and how to say it. Torch-free."""

@@ -1,0 +1,100 @@
+"""A run as it happens, read from its event files: a live table on a terminal, else progress lines.
+
+Knows `rich` only if it is installed and there is a terminal. The run is another process, and
+files are all there is between the two.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+from tpwatch.records import Finding
+from tpwatch.report.summary import StepRow
+from tpwatch.report.table import number, printable
+
+HEADERS = ("step", "values differ", "gradients differ", "max abs", "found so far")
+ROWS_SHOWN = 12
+
+
+class Screen(Protocol):
+    """Shows the course of one run."""
+
+    def show(self, steps: Sequence[StepRow], findings: Sequence[Finding]) -> None:
+        """Everything known so far, again with each call."""
+
+
+def open_screen(
+    title: str, say: Callable[[str], None], *, live: bool
+) -> AbstractContextManager[Screen]:
+    """A screen for one run: a table that is redrawn if `live` and rich is there, else lines."""
+    if live and importlib.util.find_spec("rich") is not None:
+        return _rich_screen(title)
+    say(title)
+    return nullcontext(Lines(say))
+
+
+class Lines:
+    """One line per new step."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._shown = -1
+
+    def show(self, steps: Sequence[StepRow], findings: Sequence[Finding]) -> None:
+        """Write the steps that were not there before."""
+        for row in steps:
+            if row.step > self._shown:
+                self._shown = row.step
+                cells = zip(HEADERS, _cells(row, findings), strict=True)
+                self._say("  " + ", ".join(f"{name} {cell}" for name, cell in cells))
+
+
+class Redrawn:
+    """A table of the last steps that is redrawn in place."""
+
+    def __init__(self, title: str, update: Callable[[Any], None]) -> None:
+        self._title = title
+        self._update = update
+
+    def show(self, steps: Sequence[StepRow], findings: Sequence[Finding]) -> None:
+        """Redraw."""
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=Text(self._title), title_justify="left")
+        for header in HEADERS:
+            table.add_column(header, justify="left" if header == HEADERS[-1] else "right")
+        for row in steps[-ROWS_SHOWN:]:
+            table.add_row(*(Text(cell) for cell in _cells(row, findings)))
+        self._update(table)
+
+
+@contextmanager
+def _rich_screen(title: str) -> Iterator[Screen]:
+    from rich.live import Live
+
+    with Live(title, refresh_per_second=8) as live:
+        yield Redrawn(title, live.update)
+
+
+def _cells(row: StepRow, findings: Sequence[Finding]) -> tuple[str, ...]:
+    differing = max(row.differing.get(point, 0) for point in ("grad_pre", "grad_post"))
+    return (
+        str(row.step),
+        str(row.differing.get("param", 0)),
+        str(differing),
+        number(row.max_abs),
+        _found(row.step, findings),
+    )
+
+
+def _found(step: int, findings: Sequence[Finding]) -> str:
+    """Causes that had begun by this step: kind, how many, and one of them."""
+    begun = [f for f in findings if f.role == "cause" and f.first_step <= step]
+    if not begun:
+        return "-"
+    kinds = ", ".join(sorted({f.kind for f in begun}))
+    return f"{kinds} ({len(begun)}): {printable(begun[0].parameter)}"

@@ -1,0 +1,280 @@
+"""Attaching: examine the host, agree with every rank through the store, then build the monitor and wrap the seams.
+
+No tpwatch collective happens before every rank of the job has said it is ready: one unattached rank would pair our
+all-reduce with one of the framework's own and corrupt it silently. If any rank is missing, disabled, of another version
+or configuration, all stay off, with one warning.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import tpwatch
+from tpwatch._guard import Guard
+from tpwatch.adapters import choose
+from tpwatch.adapters.base import Adapter, Groups, Host
+from tpwatch.config import Config, load
+from tpwatch.diagnose import Diagnosis, layout_finding
+from tpwatch.discover import Difference, Discovery, agree, discover, restrict
+from tpwatch.errors import ConfigError
+from tpwatch.exchange import Exchange
+from tpwatch.export.jsonl import RunLog, write_meta, write_summary
+from tpwatch.export.recorder import Leader, Silent
+from tpwatch.fingerprint import choose as choose_fingerprinter
+from tpwatch.handshake import Meeting, default_store, next_round
+from tpwatch.monitor import Monitor
+from tpwatch.parts import Parts
+from tpwatch.records import WatchPlan
+from tpwatch.report.summary import summarize
+from tpwatch.watch import Membership, Watch
+
+logger = logging.getLogger("tpwatch")
+
+
+def attach(
+    model: Any,  # noqa: ANN401 - a module or a list of model chunks of any framework
+    optimizer: Any,  # noqa: ANN401
+    config: Config | Mapping[str, Any] | None = None,
+    *,
+    adapter: str = "auto",
+    groups: Groups | None = None,
+    mesh: Any = None,  # noqa: ANN401
+) -> Watch:
+    """Watch the replicated parameters of `model`. Call on every rank, after the optimizer exists; not a collective.
+
+    Args:
+        model: a module, or the list of model chunks of this rank.
+        optimizer: the outermost optimizer, the one whose `step` the training loop calls.
+        config: a `Config`, or a mapping of the keys that differ from file, environment and default.
+        adapter: `"megatron"` fails loudly if Megatron-core cannot be watched; `"auto"` then runs unwatched.
+        groups: process groups by axis, where they are not the framework's global ones.
+        mesh: device mesh of a torch-native job; no adapter uses it yet.
+
+    Returns:
+        A `Watch`; inert (with a `reason`) if nothing is watched.
+
+    Raises:
+        ConfigError: a knob is wrong, on every rank alike.
+        AdapterUnavailable: the adapter asked for by name cannot be used.
+    """
+    del mesh
+    settings = load(code=config, env=os.environ)
+    guard = Guard(settings.max_errors, debug=os.environ.get("TPWATCH_DEBUG") == "1")
+    chosen = choose(adapter if adapter != "auto" else settings.adapter)
+    if chosen is None:
+        return _inert(settings, guard, "no supported framework is installed (Megatron-core 0.16 to 0.19)")
+    if not (dist.is_available() and dist.is_initialized()):
+        return _inert(settings, guard, "torch.distributed is not initialised: there is one rank and nothing to compare")
+    _refuse_lonely_abort(settings, chosen, groups)
+    session = Session(settings, guard, chosen)
+    outcome = guard.attempt("attach", session.open, model, optimizer, groups)
+    return outcome.value or _inert(settings, guard, f"attach failed: {guard.last_error}")
+
+
+def _refuse_lonely_abort(config: Config, adapter: Adapter, groups: Groups | None) -> None:
+    """One group that stops alone would leave its DP and PP peers waiting in a collective for ever."""
+    size = dist.get_world_size(adapter.group(groups)[1])
+    if config.on_fault == "abort" and size != dist.get_world_size():
+        rule = (
+            f"needs one replica group, and this job of {dist.get_world_size()} ranks has groups of {size}: "
+            "the ranks of other groups would be left in a collective"
+        )
+        raise ConfigError("on_fault", "abort", rule, "Use on_fault: warn, or abort with TP spanning the whole job.")
+
+
+def _inert(config: Config, guard: Guard, reason: str) -> Watch:
+    logger.warning("tpwatch: not watching: %s", reason)
+    return Watch(config, guard, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What the replica group agreed on."""
+
+    discovery: Discovery
+    differences: tuple[Difference, ...]
+
+
+class Session:
+    """One attach: from the examination of the host to a Watch that is installed, or the reason why not."""
+
+    def __init__(self, config: Config, guard: Guard, adapter: Adapter) -> None:
+        """Nothing happens yet."""
+        self.config = config
+        self.guard = guard
+        self.adapter = adapter
+        self.rank = dist.get_rank()
+        self.world = list(range(dist.get_world_size()))
+        self.store = default_store()
+        self.round = next_round(self.store, "attach", self.rank)
+
+    def open(self, model: Any, optimizer: Any, groups: Groups | None) -> Watch:  # noqa: ANN401
+        """Meet all ranks, agree on the plan, build, meet again, install."""
+        examined = self.guard.attempt("discovery", self.adapter.examine, _chunks(model), optimizer, self.config, groups)
+        hello = self._hello(examined.error)
+        out, reason = self._meet_everyone(hello)
+        if reason or examined.value is None:
+            return self._off(reason)
+        host = examined.value
+        ranks = dist.get_process_group_ranks(host.group) if host.group else self.world
+        directory = _shared_directory(out)
+        found = discover(host.axis, ranks, host.candidates, self.config.watch)
+        for warning in found.warnings if self.rank == 0 else ():
+            logger.warning("tpwatch: %s", warning)
+        agreed = self._agree_on_plan(found, ranks)
+        built = self.guard.attempt("building", self._build, host, agreed, directory)
+        failed = "" if built.ok else f"rank {self.rank}: {self.guard.last_error}"
+        if reason := Meeting(self.store, f"ready/{self.round}", self.rank, self.world, self._timeout).hold(
+            {"failed": failed}, _any_failed
+        ):
+            return self._off(reason)
+        return self._install(host, built.value, agreed) if built.value else self._off(failed)
+
+    # -------------------------------------------------------------------------------------- meetings
+
+    @property
+    def _timeout(self) -> float:
+        return self.config.handshake_timeout
+
+    def _hello(self, error: Exception | None) -> dict[str, Any]:
+        enabled = self.config.enabled and error is None
+        why = "TPWATCH_DISABLED or enabled: false" if not self.config.enabled else f"cannot attach: {error}"
+        return {
+            "enabled": enabled, "why": "" if enabled else why, "version": tpwatch.__version__,
+            "config": self.config.digest(), "out": self.config.out or _default_directory(),
+        }  # fmt: skip
+
+    def _meet_everyone(self, hello: dict[str, Any]) -> tuple[str, str]:
+        """Run directory as rank 0 chose it, and why tpwatch stays off (empty: it may go on)."""
+        meeting = Meeting(self.store, f"attach/{self.round}", self.rank, self.world, self._timeout)
+        reason = meeting.hold(hello, _disagreement)
+        return ("", reason) if reason else (str(meeting.payload(0)["out"]), "")
+
+    def _agree_on_plan(self, found: Discovery, ranks: Sequence[int]) -> Agreed:
+        """The plan itself if all ranks of the group have the same, else what they have in common."""
+        name = f"plan/{self.round}/{ranks[0]}"
+        digests = Meeting(self.store, name, self.rank, ranks, self._timeout)
+        _require(digests.hold({"digest": str(found.plan.digest)}))
+        if len({p["digest"] for p in digests.payloads().values()}) == 1:
+            return Agreed(found, ())
+        plans = Meeting(self.store, f"{name}/whole", self.rank, ranks, self._timeout)
+        _require(plans.hold({"plan": found.plan.to_json()}))
+        by_rank = {rank: WatchPlan.from_json(p["plan"]) for rank, p in plans.payloads().items()}
+        common, differences = agree(by_rank, ranks[0])
+        return Agreed(restrict(found, common), differences)
+
+    # -------------------------------------------------------------------------------------- building
+
+    def _build(self, host: Host, agreed: Agreed, directory: str) -> tuple[Monitor, RunLog | None, str]:
+        plan = agreed.discovery.plan
+        fingerprinter = choose_fingerprinter(host.device, self.config.fingerprint)
+        log = self._log(host, plan, directory, fingerprinter.name, fingerprinter.reason)
+        recorder = Leader(log, os.environ.get("TPWATCH_LAUNCH_ID", "")) if log else Silent()
+        parts = Parts(
+            plan=plan, source=host.source(agreed.discovery.rows), exchange=Exchange(host.group),
+            group_rank=list(plan.ranks).index(self.rank), fingerprinter=fingerprinter,
+            diagnosis=Diagnosis(plan, self.config, loss_scaler=host.loss_scaler),
+            recorder=recorder, device=host.device,
+        )  # fmt: skip
+        return Monitor(parts, self.config, self.guard), log, directory
+
+    def _log(self, host: Host, plan: WatchPlan, directory: str, name: str, reason: str) -> RunLog | None:
+        """Event file of the group, and `meta.json` by rank 0; None on ranks that write nothing."""
+        if self.rank == 0:
+            write_meta(directory, {"tpwatch": tpwatch.__version__, "world_size": len(self.world), **host.versions})
+        if self.rank != plan.ranks[0]:
+            return None
+        log = RunLog(directory, plan.group, incarnation=f"{self.round}-{os.getpid()}")
+        versions = {"tpwatch": tpwatch.__version__, "torch": torch.__version__, "python": platform.python_version()}
+        facts = {"fingerprint": {"name": name, "reason": reason}, "versions": {**versions, **host.versions}}
+        log.start(plan, self.config.start_step, self.config, **facts)
+        return log
+
+    def _install(self, host: Host, built: tuple[Monitor, RunLog | None, str], agreed: Agreed) -> Watch:
+        monitor, log, directory = built
+        plan = monitor.parts.plan
+        who = Membership(self.rank, plan.ranks, self.world)
+        closing: list[Callable[[], None]] = []
+        if log and isinstance(monitor.parts.recorder, Leader):
+            recorder = monitor.parts.recorder
+            closing.append(lambda: recorder.close(monitor.parts.diagnosis.findings, lambda: watch.last_step))
+        summary = (lambda: _summarize(directory)) if self.rank == 0 else None
+        watch = Watch(
+            self.config, self.guard, monitor=monitor, membership=who, directory=directory,
+            closing=closing, summary=summary,
+        )  # fmt: skip
+        self._say(monitor, agreed)
+        watch.install(host.install(watch))
+        return watch
+
+    def _say(self, monitor: Monitor, agreed: Agreed) -> None:
+        """What the user should know before the first step."""
+        plan, step = monitor.parts.plan, self.config.start_step
+        if self.rank == plan.ranks[0]:
+            for name, reason in plan.not_watched:
+                logger.info("tpwatch: not watched: %s (%s)", name, reason)
+        if not plan.replicas or len(plan.ranks) == 1:
+            why = "the TP group has one rank" if len(plan.ranks) == 1 else "no replicated parameter was found"
+            monitor.watching = False
+            monitor.parts.recorder.note(step, f"nothing to watch: {why}")
+            logger.warning("tpwatch: nothing to watch: %s", why)
+            return
+        logger.info("tpwatch: watching %d replicas over ranks %s", len(plan.replicas), list(plan.ranks))
+        monitor.report(step, [layout_finding(plan, d.parameter, d.what, step) for d in agreed.differences])
+
+    def _off(self, reason: str) -> Watch:
+        """Stay off: one warning for the job, not one per rank."""
+        level = logging.WARNING if self.rank == 0 or self.rank == self.world[-1] else logging.INFO
+        if self.rank == 0:
+            logger.log(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
+        return Watch(self.config, self.guard, reason=reason)
+
+
+def _chunks(model: Any) -> list[Any]:  # noqa: ANN401
+    return list(model) if isinstance(model, (list, tuple)) else [model]
+
+
+def _require(reason: str) -> None:
+    if reason:
+        raise RuntimeError(reason)
+
+
+def _disagreement(heard: Mapping[int, Mapping[str, Any]]) -> str:
+    """Why this job cannot be watched, from what the ranks said so far."""
+    first = heard[min(heard)]
+    for rank, said in heard.items():
+        if not said["enabled"]:
+            return f"rank {rank}: {said['why']}"
+        for key in ("version", "config"):
+            if said[key] != first[key]:
+                return f"rank {rank} has another {key} ({said[key]}) than rank {min(heard)} ({first[key]})"
+    return ""
+
+
+def _any_failed(heard: Mapping[int, Mapping[str, Any]]) -> str:
+    return next((str(said["failed"]) for said in heard.values() if said["failed"]), "")
+
+
+def _default_directory() -> str:
+    stamp = datetime.datetime.now(tz=datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return os.path.join("tpwatch-runs", f"{stamp}-{os.getpid()}")  # noqa: PTH118 - a string that travels
+
+
+def _shared_directory(out: str) -> str:
+    return os.path.abspath(out)  # noqa: PTH100 - ranks may change directory later
+
+
+def _summarize(directory: str) -> None:
+    write_summary(directory, summarize(directory))
+
+
+__all__ = ["Session", "attach"]

@@ -1,0 +1,278 @@
+"""A Watch: what `tpwatch.attach` returns. Knows when a step begins and ends; the monitor knows what a check is.
+
+Translates the calls an adapter's seams make (finalizer entered, left, optimizer about to step, optimizer stepped) into
+checks, counts them, and notices a finalizer that did not run, ran twice or was replaced. Every call comes through the
+guard; only `ReplicaFault` gets out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from tpwatch._guard import Guard
+from tpwatch.config import Config
+from tpwatch.diagnose import skipped_finding
+from tpwatch.handshake import Meeting, default_store, next_round
+from tpwatch.monitor import Monitor
+from tpwatch.parts import Scope
+from tpwatch.records import Finding, StepReport
+
+logger = logging.getLogger("tpwatch")
+
+FINISH_TIMEOUT = 30.0
+"""Seconds that the last meetings of a run may take: at the end of training nobody waits two minutes for a monitor."""
+
+
+class Seams(Protocol):
+    """The places of a host that an adapter has wrapped."""
+
+    def lost(self) -> bool:
+        """True if the host has replaced a wrapper of ours since it was installed."""
+        ...
+
+    def reinstall(self) -> None:
+        """Wrap what the host has put there."""
+        ...
+
+    def remove(self) -> Sequence[str]:
+        """Put the host's own objects back; return a note for each one that could only be made a pass-through."""
+        ...
+
+    def iteration(self) -> int | None:
+        """The trainer's own number of the step under way, from 1, or None if it cannot be read."""
+        ...
+
+    def whole(self) -> Scope:
+        """All model chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who is in this run: global rank, ranks of the replica group, ranks of the job."""
+
+    rank: int
+    group_ranks: Sequence[int]
+    world_ranks: Sequence[int]
+
+
+class Watch:
+    """Handle on a watched model. Use `findings`, `last_report`, `check()`, `detach()`, or a `with` block.
+
+    Without a monitor it is inert: nothing is watched, `reason` says why, and every method is a no-op.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        guard: Guard,
+        *,
+        monitor: Monitor | None = None,
+        membership: Membership | None = None,
+        reason: str = "",
+        directory: str = "",
+        closing: Sequence[Callable[[], None]] = (),
+        summary: Callable[[], None] | None = None,
+    ) -> None:
+        """Built by `attach`; `closing` and then `summary` run at the end (close the log, write the summary)."""
+        self.config = config
+        self.reason = reason
+        self.directory = directory
+        self._summary = summary
+        self._guard = guard
+        self._monitor = monitor
+        self._membership = membership
+        self._closing = list(closing)
+        self._seams: Seams | None = None
+        self._step = config.start_step + 1
+        self._calls = 0
+        self._ever_called = False
+        self._ready_seen = False
+        self._skipped = 0
+        self._twice_noted = False
+        self._closed = False
+
+    # ------------------------------------------------------------------------------------- for users
+
+    @property
+    def enabled(self) -> bool:
+        """True while replicas are being watched."""
+        return self._monitor is not None and self._monitor.watching and not self._closed
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Confirmed findings of this rank's replica group, causes first."""
+        return [] if self._monitor is None else self._monitor.parts.diagnosis.findings
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """The last checked step, or None before the first."""
+        return None if self._monitor is None else self._monitor.last_report
+
+    @property
+    def last_step(self) -> int:
+        """The last optimizer step that was taken, as the trainer numbers them."""
+        return self._step - 1
+
+    def set_step(self, step: int) -> None:
+        """Say which optimizer step comes next, from 1 (all ranks alike), where the framework does not say."""
+        self._step = step
+
+    def check(self) -> None:
+        """Compare the values now. A collective over the replica group: call it on every rank, outside a step."""
+        self._run("values check", lambda monitor: monitor.check_values(self._step - 1))
+
+    def finish(self) -> None:
+        """A normal end: one last comparison of values if every rank agrees to it in time, then `detach`."""
+        if self.enabled and self._meet("finish", everyone=True):
+            self.check()
+        self._close(last_word=True, wait=True)
+
+    def abandon(self) -> None:
+        """An end by exception: keep what was recorded; no collective, no waiting for anyone."""
+        self._close(last_word=False)
+
+    def detach(self) -> None:
+        """Stop watching and put the host's own objects back. Idempotent; not a collective."""
+        self._close(last_word=True)
+
+    def __enter__(self) -> Watch:
+        """Watch until the block ends."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """`finish` on a normal exit, `abandon` on an exception."""
+        if kind is None:
+            self.finish()
+        else:
+            self.abandon()
+
+    # ----------------------------------------------------------------------------------- for adapters
+
+    def install(self, seams: Seams) -> None:
+        """Take over the seams an adapter has wrapped."""
+        self._seams = seams
+
+    def finalizer_entered(self, scope: Scope) -> None:
+        """The framework is about to reduce the gradients of the chunks in `scope` over the replica group."""
+        if not self.enabled:
+            return
+        if self._calls == 0:
+            self._read_iteration()
+        self._calls += 1
+        self._ever_called = True
+        if self._calls > 1 and not self._twice_noted:
+            self._twice_noted = True
+            self._note(f"the gradient finalizer was called {self._calls} times in step {self._step}")
+        self._run("entry", lambda monitor: monitor.before_reduction(self._step, self._calls, scope))
+
+    def finalizer_left(self) -> None:
+        """The framework has reduced them."""
+        self._run("exit", lambda monitor: monitor.after_reduction())
+
+    def gradients_ready(self) -> None:
+        """The optimizer is about to use the gradients. May come twice in a step; only the first counts."""
+        if not self.enabled or self._ready_seen:
+            return
+        self._ready_seen = True
+        if self._calls == 0:
+            self._read_iteration()
+            self._finalizer_skipped()
+
+    def stepped(self) -> None:
+        """The optimizer has stepped, or skipped the step: the next one begins."""
+        if self._closed:
+            return
+        self._run("end of step", lambda monitor: monitor.end_of_step())
+        self._step += 1
+        self._calls = 0
+        self._ready_seen = False
+
+    # ------------------------------------------------------------------------------------- internals
+
+    def _read_iteration(self) -> None:
+        known = self._guard.attempt("reading the iteration", self._seams.iteration).value if self._seams else None
+        if known is not None:
+            self._step = known
+
+    def _finalizer_skipped(self) -> None:
+        """Our wrapper was not called: the host has replaced it, or the finalizer did not run.
+
+        Neither joins a collective in this step. A replaced wrapper is put back, and a finalizer that never ran is
+        looked at once in its place, where all ranks agree to that through the store.
+        """
+        monitor, seams = self._monitor, self._seams
+        if monitor is None:
+            return
+        if seams is not None and seams.lost():
+            self._reinstall(seams)
+            return
+        self._skipped += 1
+        finding = skipped_finding(monitor.parts.plan, self._step, self._skipped)
+        self._run("finalizer protocol", lambda m: m.report(self._step, [finding]))
+        if not self._ever_called and self._skipped == self.config.patience and self._meet("bypass"):
+            self._note(f"finalizer never called: replicas compared once, before the update of step {self._step}")
+            self._run("entry", lambda m: m.before_reduction(self._step, 1, self._scope()))
+            self._run("exit", lambda m: m.after_reduction())
+
+    def _reinstall(self, seams: Seams) -> None:
+        if self._meet("reinstall"):
+            self._guard.attempt("reinstalling", seams.reinstall)
+            self._note(f"the host replaced the gradient finalizer; it is watched again from step {self._step + 1}")
+
+    def _scope(self) -> Scope:
+        return self._seams.whole() if self._seams is not None else frozenset()
+
+    def _meet(self, what: str, *, everyone: bool = False) -> bool:
+        """Agree with the replica group (or the whole job) to do `what` now."""
+        who = self._membership
+        if who is None:
+            return False
+
+        def meet() -> str:
+            store, ranks = default_store(), who.world_ranks if everyone else who.group_ranks
+            name = f"{what}/{ranks[0]}-{ranks[-1]}"
+            number = next_round(store, name, who.rank)
+            timeout = min(FINISH_TIMEOUT, self.config.handshake_timeout)
+            return Meeting(store, f"{name}/{number}", who.rank, ranks, timeout).hold({})
+
+        outcome = self._guard.attempt(f"meeting for {what}", meet)
+        if outcome.value:
+            logger.info("tpwatch: no %s: %s", what, outcome.value)
+        return outcome.value == ""
+
+    def _note(self, text: str) -> None:
+        self._run("note", lambda monitor: monitor.parts.recorder.note(self._step, text))
+
+    def _run(self, what: str, act: Callable[[Monitor], None]) -> None:
+        """Every call into the monitor: through the guard, and never again after a collective has failed."""
+        if not self.enabled or self._monitor is None:
+            return
+        monitor = self._monitor
+        if not self._guard.attempt(what, act, monitor).ok and what in ("entry", "exit", "values check"):
+            monitor.watching = False
+            logger.warning("tpwatch: off on this rank after a failed collective: %s", self._guard.last_error)
+
+    def _close(self, *, last_word: bool, wait: bool = False) -> None:
+        """Let go of the host, close the log, and on rank 0 write the summary once the others have closed theirs."""
+        if self._closed:
+            return
+        if last_word:
+            self._run("last check", lambda monitor: monitor.catch_up())
+        self._closed = True
+        if self._monitor is not None:
+            self._monitor.close()
+        for note in (self._guard.attempt("detach", self._seams.remove).value or ()) if self._seams else ():
+            logger.warning("tpwatch: %s", note)
+        for step in self._closing:
+            self._guard.attempt("closing", step)
+        if wait:
+            self._meet("closed", everyone=True)
+        if self._summary is not None:
+            self._guard.attempt("writing the summary", self._summary)
