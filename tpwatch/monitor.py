@@ -323,11 +323,15 @@ class Monitor:
         )  # fmt: skip
         report = self.last_report
         self._write(lambda: self.parts.recorder.check(report))
+        if outcome.judged:
+            self._record_status(check.at.step)
+
+    def _record_status(self, step: int) -> None:
         diagnosis = self.parts.diagnosis
         status = (diagnosis.not_exercised, diagnosis.unverified)
         if status != self._status:
             self._status = status
-            self._write(lambda: self.parts.recorder.status(check.at.step, *status))
+            self._write(lambda: self.parts.recorder.status(step, *status))
 
     def _write(self, event: Callable[[], None]) -> None:
         """A full disk or a broken recorder costs events, never the run."""

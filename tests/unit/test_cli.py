@@ -6,14 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from tests.commands import run_python
 from tests.unit._samples import finding, plan, step_report
 from tpwatch import cli
-from tpwatch.cli import build_parser, main
+from tpwatch.cli import main
 from tpwatch.cli.rules import rules_markdown
 from tpwatch.config import Config, load
 from tpwatch.diagnose.rules import RULES
@@ -302,50 +302,7 @@ def test_a_reader_that_leaves_early_causes_no_traceback() -> None:
     process.wait(timeout=60)
 
 
-# -------------------------------------------------------------------------------------- surface
-
-
-def verbs() -> dict[str, Any]:
-    """Every verb and its parser."""
-    (action,) = [a for a in build_parser()._actions if a.choices and a.metavar == "VERB"]
-    return dict(action.choices)
-
-
-def test_the_verbs_are_frozen() -> None:
-    """Scripts call them: add, never rename; what is not built yet is absent."""
-    assert sorted(verbs()) == [
-        "check", "config", "demo", "doctor", "explain", "report", "rules", "run",
-    ]  # fmt: skip
-
-
-def test_the_options_are_frozen() -> None:
-    """Scripts use them: add, never rename."""
-    options = {
-        name: sorted(o for a in parser._actions for o in a.option_strings if o.startswith("--"))
-        for name, parser in verbs().items()
-    }
-    assert options == {
-        "check": ["--allow-incomplete-ranks", "--fail-on", "--format", "--help"],
-        "config": ["--help"],
-        "demo": ["--dp", "--fault", "--fixed", "--help", "--list", "--out", "--steps", "--tp"],
-        "doctor": ["--format", "--help"],
-        "explain": ["--format", "--help"],
-        "report": ["--format", "--help"],
-        "rules": ["--format", "--help"],
-        "run": ["--config", "--help", "--out"],
-    }
-
-
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A new interpreter that finds this tpwatch."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        check=False,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+# ----------------------------------------------------------------------------- without torch
 
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from tpwatch.cli import main; "
@@ -354,20 +311,20 @@ WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from tpwatch.cli impor
 @pytest.mark.parametrize("verb", [["rules"], ["explain", "drift"], ["config", "show"]])
 def test_the_command_line_works_without_torch(verb: list[str]) -> None:
     """A recorded run is read on a laptop that has none."""
-    done = python("-c", f"{WITHOUT_TORCH} sys.exit(main({verb!r}))")
+    done = run_python("-c", f"{WITHOUT_TORCH} sys.exit(main({verb!r}))")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_gate_works_without_torch(tmp_path: Path) -> None:
     """Continuous integration need not install it to judge a run."""
     directory = run_directory(tmp_path, finding())
-    done = python("-c", f"{WITHOUT_TORCH} sys.exit(main(['check', {directory!r}]))")
+    done = run_python("-c", f"{WITHOUT_TORCH} sys.exit(main(['check', {directory!r}]))")
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_the_doctor_copes_without_torch() -> None:
     """It says that torch cannot be imported, and goes on."""
-    done = python("-c", f"{WITHOUT_TORCH} sys.exit(main(['doctor']))")
+    done = run_python("-c", f"{WITHOUT_TORCH} sys.exit(main(['doctor']))")
     assert done.returncode == 0
     assert "cannot be imported" in done.stdout
     assert "extras" in done.stdout
@@ -375,4 +332,4 @@ def test_the_doctor_copes_without_torch() -> None:
 
 def test_the_package_can_be_run_as_a_module() -> None:
     """`python -m tpwatch` is the command."""
-    assert python("-m", "tpwatch", "check", "/nonexistent").returncode == 2
+    assert run_python("-m", "tpwatch", "check", "/nonexistent").returncode == 2

@@ -306,17 +306,6 @@ def test_every_knob_is_documented() -> None:
     assert all(entry["description"] for entry in [*properties.values(), *nested])
 
 
-def test_the_keys_of_the_configuration_are_frozen() -> None:
-    """Other people's YAML files use these names: add, never rename."""
-    assert sorted(env_names().values()) == [
-        "adapter", "deep_interval", "enabled", "explain.exact_elements", "explain.gather_bytes",
-        "explain.gather_checks", "fingerprint", "guard", "handshake_timeout", "interval",
-        "max_errors", "on_fault", "out", "patience", "seed", "start_step", "thresholds.max_abs",
-        "thresholds.max_rel", "thresholds.ratio", "thresholds.rel_floor", "warmup",
-        "watch.declare", "watch.exclude", "watch.include",
-    ]  # fmt: skip
-
-
 # --------------------------------------------------------------------------------- sample files
 
 

@@ -7,22 +7,24 @@ adapter tests run it with Megatron-core.
 from __future__ import annotations
 
 import importlib
-import os
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.commands import run_python
 from tests.unit._samples import finding
 from tpwatch.act import ABORT_EXIT_CODE
 from tpwatch.errors import ReplicaFault
 from tpwatch.run import NOT_WATCHED, PostImport, Runner, Seam, run
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    import subprocess
+
 SEAM = Seam("framework_of_the_test", "build_optimizer", "chunks")
 FRAMEWORK = """
 def build_optimizer(config, chunks, scale=1):
@@ -313,15 +315,7 @@ def launch(
     *arguments: str, cwd: Path, module: str = "tpwatch.run"
 ) -> subprocess.CompletedProcess[str]:
     """`python -m tpwatch.run ARGUMENTS` in a new interpreter."""
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        check=False,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    return run_python("-m", module, *arguments, cwd=cwd, env={"PYTHONDONTWRITEBYTECODE": "1"})
 
 
 SHOW = """
@@ -340,9 +334,7 @@ def test_a_script_sees_what_it_would_see_by_itself(tmp_path: Path) -> None:
     (folder / "train.py").write_text(SHOW)
     arguments = ("scripts/train.py", "--out", "theirs", "-m", "x", "--", "y")
     ours = launch(*arguments, cwd=tmp_path)
-    plain = subprocess.run(
-        [sys.executable, *arguments], check=True, cwd=tmp_path, capture_output=True, text=True
-    )
+    plain = run_python(*arguments, cwd=tmp_path)
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout == plain.stdout
 

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import REPOSITORY, run_python
 from tpwatch.act import ABORT_EXIT_CODE
 from tpwatch.cli import main
 from tpwatch.cli.launch import rewrite
 from tpwatch.errors import ConfigError
-
-ROOT = Path(__file__).parents[2]
 
 
 # ------------------------------------------------------------------------------------ rewriting
@@ -96,15 +95,8 @@ sys.exit(1)
 
 def tpwatch_run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`tpwatch run ARGUMENTS` in a directory of its own."""
-    return subprocess.run(
-        [sys.executable, "-m", "tpwatch", "run", *arguments],
-        check=False,
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-    )
+    env = {"PYTHONDONTWRITEBYTECODE": "1"}
+    return run_python("-m", "tpwatch", "run", *arguments, cwd=cwd, env=env)
 
 
 def test_directory_configuration_and_launch_reach_the_command(tmp_path: Path) -> None:
@@ -200,7 +192,7 @@ def test_a_signal_reaches_the_command(tmp_path: Path, name: str) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "tpwatch", "run", "--", sys.executable, "train.py"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )

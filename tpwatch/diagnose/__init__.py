@@ -60,6 +60,8 @@ class Outcome:
     grown: tuple[Finding, ...] = ()
     """Findings worth writing down again: their count or spread has doubled since they were last written."""
     skipped: bool = False
+    judged: int = 0
+    """Rows that were looked at."""
 
 
 class Diagnosis:
@@ -93,7 +95,7 @@ class Diagnosis:
         worse: list[Finding] = []
         for case in _in_order(cases):
             worse += self._decide(case, at)
-        return Outcome(tuple(worse), self._grown(worse))
+        return Outcome(tuple(worse), self._grown(worse), judged=len(cases))
 
     def presence(self, at: When, rows: Sequence[RowObservation]) -> Outcome:
         """Take in the entry side alone: uneven presence must be said before the framework's reduction starts."""
@@ -109,7 +111,10 @@ class Diagnosis:
 
         A comparison of values alone (call 0) belongs to the first.
         """
-        return self._histories.setdefault(max(call, 1), [History() for _ in self.plan.replicas])
+        number = max(call, 1)
+        if number not in self._histories:
+            self._histories[number] = [History() for _ in self.plan.replicas]
+        return self._histories[number]
 
     def _remember(self, at: When, seen: RowObservation, history: History, evidence: Evidence | None) -> Case:
         pattern = compare.pattern(seen, len(self.plan.ranks))
@@ -217,7 +222,10 @@ class Diagnosis:
         return frozenset(self._unsettled_of(call))
 
     def _unsettled_of(self, call: int) -> set[int]:
-        return self._unsettled.setdefault(max(call, 1), set(range(len(self.plan.replicas))))
+        number = max(call, 1)
+        if number not in self._unsettled:
+            self._unsettled[number] = set(range(len(self.plan.replicas)))
+        return self._unsettled[number]
 
     def wanted(self, step: int, call: int) -> tuple[Target, ...]:
         """What tier 2 should gather at `step`: a function of reduced data and the step number only."""
@@ -266,7 +274,7 @@ class Diagnosis:
     def not_exercised(self) -> tuple[str, ...]:
         """Parameters whose gradient was never seen non-zero: no claim is made about their reduction."""
         exercised = {i for histories in self._histories.values() for i, h in enumerate(histories) if h.exercised}
-        return tuple(r.name for i, r in enumerate(self.plan.replicas) if i in self._seen - exercised)
+        return tuple(r.name for i, r in enumerate(self.plan.replicas) if i in self._seen and i not in exercised)
 
     @property
     def unverified(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import torch
 
 from tpwatch.errors import FingerprintUnavailable
 from tpwatch.fingerprint import _native
-from tpwatch.fingerprint.layout import CHUNK, FINE, GROUP, HEAD
+from tpwatch.fingerprint.layout import HEAD
 from tpwatch.fingerprint.plans import Plans, placement
 from tpwatch.fingerprint.reference import flat
 from tpwatch.fingerprint.tables import (
@@ -31,7 +31,6 @@ from tpwatch.fingerprint.tables import (
 _KINDS: Final = {torch.float32: 2, torch.bfloat16: 3, torch.float16: 4, torch.float64: 5}
 _KIND_NONE: Final = 0
 _KIND_BYTES: Final = 1
-_SLOTS: Final = FINE * GROUP
 
 
 def check(device: torch.device | str) -> tuple[bool, str]:
@@ -55,26 +54,11 @@ def pack_tables(tables: Tables) -> torch.Tensor:
             torch.zeros(1, dtype=torch.int64),
             bias,
             tables.sign_bits,
-            _sign_columns(tables, elements=1),
-            _sign_columns(tables, elements=2),
+            tables.sign_columns(1).view(-1).view(torch.int64),
+            tables.sign_columns(2).view(-1).view(torch.int64),
             ends,
         )
     )
-
-
-def _sign_columns(tables: Tables, elements: int) -> torch.Tensor:
-    """Return the signs by column of 1,024 words that hold `elements` elements each.
-
-    In each half of a 32-bit word per two elements, or in all of it for one, the bits run from the
-    highest down with the row, so that a left shift by the row brings its sign to the sign bit.
-    """
-    negative = (tables.signs(torch.int64) < 0).to(torch.int64)
-    rows = 32 // elements
-    bits = negative.view(CHUNK // (rows * _SLOTS * elements), rows, _SLOTS, elements)
-    top = torch.arange(1, elements + 1, dtype=torch.int64) * rows - 1
-    shift = top - torch.arange(rows, dtype=torch.int64)[:, None, None]
-    words = (bits << shift).sum((1, 3)).view(-1, 2)
-    return words[:, 0] | (words[:, 1] << 32)
 
 
 @dataclass(frozen=True, slots=True)

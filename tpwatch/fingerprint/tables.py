@@ -13,9 +13,9 @@ from typing import Final
 
 import torch
 
-from tpwatch.fingerprint.layout import CHUNK, FINE, ROW_WORDS, SEED, SKETCH
+from tpwatch.fingerprint.layout import CHUNK, FINE, ROW_BYTES, ROW_WORDS, SEED, SKETCH
 
-MAX_ROWS: Final = CHUNK * 8 // 4096
+MAX_ROWS: Final = CHUNK * 8 // ROW_BYTES
 """Rows of a chunk of the widest element (8 bytes)."""
 
 _MASK64: Final = (1 << 64) - 1
@@ -90,6 +90,24 @@ class Tables:
         negative = (self.sign_bits[:, None] >> bits) & 1
         return (1 - 2 * negative).reshape(-1).to(dtype)
 
+    def sign_columns(self, elements: int) -> torch.Tensor:
+        """Return the signs by column, for code that walks down the rows of a chunk.
+
+        A column is a 32-bit word of a 4,096-byte row, with one element of 4 bytes or two of 2 bytes;
+        `elements` says how many. In the whole word, or in each half, the bits run down from the
+        highest with the row: a left shift by the row brings the sign of its element to the sign bit.
+
+        Returns:
+            int32 (groups of 32 // elements rows, 1024).
+        """
+        rows, columns = 32 // elements, ROW_BYTES // 4
+        negative = (self.signs(torch.int64) < 0).to(torch.int64)
+        bits = negative.view(-1, rows, columns, elements)
+        top = torch.arange(1, elements + 1, dtype=torch.int64, device=self.device) * rows - 1
+        row = torch.arange(rows, dtype=torch.int64, device=self.device)[:, None, None]
+        words = (bits << (top - row)).sum((1, 3))
+        return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
     def chunk_words(self, first: int, count: int) -> torch.Tensor:
         """Return the generator word of chunks `first` ... `first + count - 1`: int64 (count,)."""
         base = splitmix64(self.seed ^ CHUNK_STREAM)
@@ -99,14 +117,19 @@ class Tables:
         """Return A(C), the odd 64-bit key of each chunk: int64 (count,)."""
         return self.chunk_words(first, count) | 1
 
+    def fold_words(self, first: int, count: int) -> torch.Tensor:
+        """Return one word for each chunk and coordinate: int64 (count, SKETCH).
+
+        Bit m set: fine bucket m is subtracted.
+        """
+        salts = [as_int64(b * _GAMMA) for b in range(SKETCH)]
+        salt = torch.tensor(salts, dtype=torch.int64, device=self.device)
+        return splitmix64_tensor(self.chunk_words(first, count)[:, None] ^ salt)
+
     def fold_signs(self, first: int, count: int) -> torch.Tensor:
         """Return rho(C, m, b) as +1.0 and -1.0: float64 (count, FINE, SKETCH)."""
-        salt = torch.tensor(
-            [as_int64(b * _GAMMA) for b in range(SKETCH)], dtype=torch.int64, device=self.device
-        )
-        words = splitmix64_tensor(self.chunk_words(first, count)[:, None] ^ salt)
         bits = torch.arange(FINE, dtype=torch.int64, device=self.device)
-        negative = (words[:, None, :] >> bits[None, :, None]) & 1
+        negative = (self.fold_words(first, count)[:, None, :] >> bits[None, :, None]) & 1
         return (1 - 2 * negative).to(torch.float64)
 
     def length_key(self, nbytes: int) -> int:

@@ -1,6 +1,6 @@
 """What one lab run is: sizes, parallel layout, precision.
 
-Knows: the knobs of the lab's model and what they may be. Must not know: Megatron, torch, the faults.
+Knows: the knobs of the lab's model and what they may be. Must not know: Megatron, torch, faults.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabConfig:
-    """A tiny GPT under tensor parallelism; the defaults train in some tens of milliseconds a step on one core."""
+    """A tiny GPT under tensor parallelism; the defaults take some tens of milliseconds a step.
+
+    Raises:
+        ConfigError: a size does not divide by the tensor-parallel size.
+    """
 
     tp: int = 2
     """Tensor-parallel size."""
 
     dp: int = 1
-    """Data-parallel size; the world has ``tp * dp`` ranks."""
+    """Data-parallel size; the world has `tp * dp` ranks."""
 
     sequence_parallel: bool = True
-    """Megatron's sequence parallelism: norms work on a slice of the sequence, their gradients are summed."""
+    """Norms work on a slice of the sequence, Megatron sums their gradients; needs `tp` > 1."""
 
     qk_layernorm: bool = False
     """Norms on queries and keys; Megatron sums their gradients by name."""
@@ -33,16 +37,16 @@ class LabConfig:
     """Biases in linear layers; those of row-parallel layers are replicated."""
 
     distributed_optimizer: bool = False
-    """Shard the optimizer over data-parallel ranks, gradients arrive by reduce-scatter."""
+    """Shard the optimizer over data-parallel ranks; gradients arrive by reduce-scatter."""
 
     overlap_grad_reduce: bool = False
     """Reduce gradient buckets over data-parallel ranks while the backward pass still runs."""
 
     precision: Precision = "fp32"
-    """Parameter dtype; ``fp16`` trains with a dynamic loss scaler."""
+    """Dtype of the parameters; `fp16` trains with a dynamic loss scaler."""
 
     per_token_loss: bool = False
-    """Divide by the number of tokens after the reductions, as Megatron's ``calculate_per_token_loss``."""
+    """Divide by the number of tokens behind the reductions (`calculate_per_token_loss`)."""
 
     prompt_fraction: float = 0.0
     """Leading share of every sequence that the loss mask hides, as in supervised fine-tuning."""
@@ -72,13 +76,12 @@ class LabConfig:
     """Seed of the initial weights and of the data."""
 
     lr: float = 1e-3
-    """Adam's learning rate."""
+    """Learning rate of Adam."""
 
     clip_grad: float = 1.0
-    """Global gradient-norm limit; 0 switches clipping off."""
+    """Limit of the global gradient norm; 0 switches clipping off."""
 
     def __post_init__(self) -> None:
-        """Check that the sizes divide."""
         for knob in ("heads", "vocab", "seq"):
             value = getattr(self, knob)
             if value % self.tp:
