@@ -18,7 +18,6 @@ from tpwatch.cli import main
 from tpwatch.cli.launch import rewrite
 from tpwatch.errors import ConfigError
 
-
 # ------------------------------------------------------------------------------------ rewriting
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Fingerprinter", "availability", "choose"]
 
 _IMPLEMENTATIONS: Final = {
-    "triton": ("triton_kernels", "TritonFingerprinter"),
+    "triton": ("triton_launch", "TritonFingerprinter"),
     "native": ("native", "NativeFingerprinter"),
     "packed": ("packed", "PackedFingerprinter"),
     "reference": ("reference", "ReferenceFingerprinter"),

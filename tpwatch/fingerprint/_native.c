@@ -4,9 +4,9 @@
  * Must not know: torch. Nothing is allocated, no Python object is touched while the GIL is released,
  * and the result does not depend on alignment or on which tensors share a call.
  *
- * Integer columns equal the reference bit for bit. With n elements per chunk summed in float32 over
- * at most 4 * 64 values at a time: |l2 - exact| <= 2**-16 exact, and a sketch coordinate is off by
- * at most 2**-17 times the sum of |x|; measured errors are a hundred times smaller.
+ * Integer columns equal the reference bit for bit. float32 sums take at most 256 squares or 64
+ * elements each: |l2 - exact| <= 2**-15 exact, and a sketch coordinate is off by at most 2**-17
+ * times the sum of |x|; measured errors are a hundred times smaller.
  */
 #ifndef Py_LIMITED_API
 #define Py_LIMITED_API 0x030a0000

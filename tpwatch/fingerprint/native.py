@@ -9,7 +9,6 @@ those the table was built from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -18,8 +17,15 @@ import torch
 from tpwatch.errors import FingerprintUnavailable
 from tpwatch.fingerprint import _native
 from tpwatch.fingerprint.layout import HEAD
-from tpwatch.fingerprint.plans import Plans, placement
-from tpwatch.fingerprint.reference import flat
+from tpwatch.fingerprint.plans import (
+    Plans,
+    Staging,
+    Tensors,
+    addresses,
+    describe,
+    extents,
+    lies_in_order,
+)
 from tpwatch.fingerprint.tables import (
     CHUNK_STREAM,
     Tables,
@@ -67,35 +73,22 @@ class _Plan:
 
     Attributes:
         table: int64 (tensors, 4): address, numel, kind, bytes per element.
-        copies: (index, buffer) of the tensors the kernel cannot read in place.
+        staging: buffers of the tensors that the kernel cannot read in place.
     """
 
     table: torch.Tensor
-    copies: list[tuple[int, torch.Tensor]]
+    staging: Staging
 
 
-def _readable(tensor: torch.Tensor) -> bool:
-    """Whether the elements lie in memory in logical order and as they are meant."""
-    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-
-
-def _make_plan(tensors: Sequence[torch.Tensor | None]) -> _Plan:
-    """Build the table for `tensors`."""
+def _make_plan(tensors: Tensors) -> _Plan:
+    """Build the table for `tensors`, but for the addresses."""
     entries: list[tuple[int, int, int, int]] = []
-    copies: list[tuple[int, torch.Tensor]] = []
-    for index, tensor in enumerate(tensors):
-        if tensor is None:
-            entries.append((0, 0, _KIND_NONE, 1))
-            continue
-        elements = tensor
-        if not _readable(tensor):
-            elements = torch.empty(tensor.shape, dtype=tensor.dtype)
-            copies.append((index, elements))
-        elements = flat(elements)
-        kind = _KINDS.get(elements.dtype, _KIND_BYTES)
-        entries.append((elements.data_ptr(), elements.numel(), kind, elements.element_size()))
+    for tensor in tensors:
+        numel, dtype = describe(tensor)
+        kind = _KIND_NONE if tensor is None else _KINDS.get(dtype, _KIND_BYTES)
+        entries.append((0, numel, kind, dtype.itemsize))
     table = torch.tensor(entries, dtype=torch.int64).view(-1, 4)
-    return _Plan(table, copies)
+    return _Plan(table, Staging(tensors, lies_in_order))
 
 
 class NativeFingerprinter:
@@ -124,18 +117,12 @@ class NativeFingerprinter:
         self._plans: Plans[_Plan] = Plans()
 
     @torch.no_grad()
-    def rows(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
-        head: torch.Tensor | None = None,
-    ) -> None:
+    def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`."""
-        plan = self._plans.get(out, placement(tensors), lambda: _make_plan(tensors))
-        for index, buffer in plan.copies:
-            source = tensors[index]
-            if source is not None:
-                buffer.copy_(source)
+        plan = self._plans.get(out, extents(tensors), lambda: _make_plan(tensors))
+        places = plan.staging.refresh(tensors, addresses(tensors))
+        if places is not None:
+            plan.table[:, 0] = torch.tensor(places, dtype=torch.int64)
         _native.rows(
             self._unit,
             self._keys.data_ptr(),

@@ -6,16 +6,15 @@ torch calls serves a batch. Must not know: the keys' origin, or who needs the ro
 Tensors are cut into chunks; each piece starts at a whole row and a whole block of 1,024 elements
 of a zeroed buffer of a few MB that every batch shares. Integer columns equal the reference bit for
 bit. Squares and sketch sums are taken in float32 after division by the largest magnitude of their
-block (float64 for float64), so they neither overflow nor vanish; |l2 - exact| <= 2**-16 exact.
+block (float64 for float64), so they neither overflow nor vanish; |l2 - exact| <= 2**-20 exact.
 Every reduction has a fixed order. Nothing waits for the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Final
 
 import torch
 
@@ -30,23 +29,18 @@ from tpwatch.fingerprint.layout import (
     ROW_WORDS,
     SKETCH,
 )
-from tpwatch.fingerprint.plans import Plans, shapes
+from tpwatch.fingerprint.pieces import (
+    BLOCK,
+    Piece,
+    batches_of,
+    blocks_of,
+    count_up,
+    hashed_rows,
+    used_bytes,
+)
+from tpwatch.fingerprint.plans import Plans, Tensors, shapes
 from tpwatch.fingerprint.reference import VALUE_DTYPES, flat
 from tpwatch.fingerprint.tables import make_tables
-
-_BLOCK: Final = FINE * GROUP
-_BATCH_BLOCKS: Final = 1024
-"""Blocks of 1,024 elements in one batch: 4 MB of float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Elements `start` to `stop` of one tensor, inside one chunk; `whole` if that is all of it."""
-
-    tensor: int
-    start: int
-    stop: int
-    whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +62,7 @@ class _Batch:
     """
 
     dtype: torch.dtype
-    pieces: list[_Piece]
+    pieces: list[Piece]
     first: int
     slots: list[torch.Tensor]
     used: torch.Tensor
@@ -119,19 +113,14 @@ class PackedFingerprinter:
         """Derive the keys for `device`; `reason` says why this implementation was chosen."""
         self.reason = reason
         self._tables = make_tables(device)
-        self._signs = self._tables.signs(torch.float32).view(-1, _BLOCK)
+        self._signs = self._tables.signs(torch.float32).view(-1, BLOCK)
         self._high_keys = self._tables.v1 - (self._tables.v0 << 32)
         self._row_bias = self._tables.v1.sum() << 31
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._plans: Plans[_Plan] = Plans()
 
     @torch.no_grad()
-    def rows(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
-        head: torch.Tensor | None = None,
-    ) -> None:
+    def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`."""
         real = [_as_real(t) for t in tensors]
         plan = self._plans.get(out, shapes(real), lambda: self._make_plan(real))
@@ -145,7 +134,7 @@ class PackedFingerprinter:
         if head is not None:
             head.copy_(out[:, :HEAD])
 
-    def _fill(self, batch: _Batch, tensors: Sequence[torch.Tensor | None]) -> None:
+    def _fill(self, batch: _Batch, tensors: Tensors) -> None:
         """Copy the pieces of a batch to their rows; what lies between them is zero."""
         batch.used.zero_()
         torch._foreach_copy_(batch.slots, list(_sources(batch, tensors)))
@@ -161,10 +150,10 @@ class PackedFingerprinter:
         keyed = (row_sums + self._row_bias) * batch.row_keys
         hashes.zero_().index_add_(0, batch.row_piece, keyed)
 
-    def _make_plan(self, tensors: Sequence[torch.Tensor | None]) -> _Plan:
+    def _make_plan(self, tensors: Tensors) -> _Plan:
         """Cut the tensors into pieces, the pieces into batches, and make room for the results."""
-        drafts = list(_drafts(tensors))
-        room = max((_used_bytes(dtype, pieces) for dtype, pieces in drafts), default=0)
+        drafts = list(batches_of(tensors))
+        room = max((used_bytes(dtype, pieces) for dtype, pieces in drafts), default=0)
         if room > self._buffer.numel():
             # Plans made before keep their own views of the smaller buffer alive.
             self._buffer = torch.empty(room, dtype=torch.uint8, device=self._tables.device)
@@ -192,30 +181,30 @@ class PackedFingerprinter:
     def _make_batch(
         self,
         dtype: torch.dtype,
-        pieces: list[_Piece],
+        pieces: list[Piece],
         first: int,
-        tensors: Sequence[torch.Tensor | None],
+        tensors: Tensors,
     ) -> _Batch:
         """Give every piece its place in the buffer and every row its keys."""
         device = self._tables.device
-        used = self._buffer[: _used_bytes(dtype, pieces)]
+        used = self._buffer[: used_bytes(dtype, pieces)]
         elements = used.view(dtype)
-        blocks = torch.tensor([_blocks(dtype, piece) for piece in pieces])
+        blocks = torch.tensor([blocks_of(dtype, piece) for piece in pieces])
         starts = (torch.cumsum(blocks, 0) - blocks).tolist()
         slots = [
-            _slot(elements[at * _BLOCK :], piece, tensors[piece.tensor])
+            _slot(elements[at * BLOCK :], piece, tensors[piece.tensor])
             for piece, at in zip(pieces, starts, strict=True)
         ]
         chunk = torch.tensor([piece.start // CHUNK for piece in pieces])
-        rows = blocks * _BLOCK * dtype.itemsize // ROW_BYTES
+        rows = blocks * BLOCK * dtype.itemsize // ROW_BYTES
         row_piece = torch.repeat_interleave(rows)
-        row = _count_up(rows)
+        row = count_up(rows)
         row_keys = (
             self._tables.u[row.to(device)]
             * self._tables.chunk_keys(0, int(chunk.max()) + 1)[chunk[row_piece].to(device)]
         )
         # A piece may end in the middle of its last block: the rows behind its end are not hashed.
-        row_keys *= (row < _hashed_rows(dtype, pieces)[row_piece]).to(device)
+        row_keys *= (row < hashed_rows(dtype, pieces)[row_piece]).to(device)
         return _Batch(
             dtype,
             pieces,
@@ -226,7 +215,7 @@ class PackedFingerprinter:
             row_keys,
             torch.tensor([p.stop - p.start for p in pieces], dtype=torch.float64).to(device),
             blocks.to(device),
-            _count_up(blocks).to(device),
+            count_up(blocks).to(device),
             chunk.to(device),
         )
 
@@ -238,63 +227,13 @@ def _as_real(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return torch.view_as_real(tensor.resolve_conj())
 
 
-def _blocks(dtype: torch.dtype, piece: _Piece) -> int:
-    """Blocks of 1,024 elements that a piece takes; whole rows too."""
-    step = max(1, ROW_BYTES // (_BLOCK * dtype.itemsize))
-    blocks = -(-(piece.stop - piece.start) // _BLOCK)
-    return -(-blocks // step) * step
-
-
-def _used_bytes(dtype: torch.dtype, pieces: list[_Piece]) -> int:
-    """Bytes of the buffer that a batch takes."""
-    return sum(_blocks(dtype, piece) for piece in pieces) * _BLOCK * dtype.itemsize
-
-
-def _hashed_rows(dtype: torch.dtype, pieces: list[_Piece]) -> torch.Tensor:
-    """Rows that hold at least one byte of each piece: int64 (pieces,)."""
-    return torch.tensor([-(-(p.stop - p.start) * dtype.itemsize // ROW_BYTES) for p in pieces])
-
-
-def _count_up(counts: torch.Tensor) -> torch.Tensor:
-    """[2, 3] -> [0, 1, 0, 1, 2]."""
-    starts = torch.cumsum(counts, 0) - counts
-    return torch.arange(int(counts.sum())) - torch.repeat_interleave(starts, counts)
-
-
-def _drafts(
-    tensors: Sequence[torch.Tensor | None],
-) -> Iterator[tuple[torch.dtype, list[_Piece]]]:
-    """Group the pieces of all tensors by dtype into batches of bounded size."""
-    by_dtype: dict[torch.dtype, list[_Piece]] = {}
-    for index, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        pieces = by_dtype.setdefault(tensor.dtype, [])
-        numel = tensor.numel()
-        for start in range(0, numel, CHUNK):
-            stop = min(start + CHUNK, numel)
-            pieces.append(_Piece(index, start, stop, whole=stop - start == numel))
-    for dtype, pieces in by_dtype.items():
-        batch: list[_Piece] = []
-        room = _BATCH_BLOCKS
-        for piece in pieces:
-            blocks = _blocks(dtype, piece)
-            if batch and blocks > room:
-                yield dtype, batch
-                batch, room = [], _BATCH_BLOCKS
-            batch.append(piece)
-            room -= blocks
-        if batch:
-            yield dtype, batch
-
-
-def _slot(elements: torch.Tensor, piece: _Piece, tensor: torch.Tensor | None) -> torch.Tensor:
+def _slot(elements: torch.Tensor, piece: Piece, tensor: torch.Tensor | None) -> torch.Tensor:
     """The place of a piece, shaped like its source."""
     place = elements[: piece.stop - piece.start]
     return place.view(tensor.shape) if piece.whole and tensor is not None else place
 
 
-def _sources(batch: _Batch, tensors: Sequence[torch.Tensor | None]) -> Iterator[torch.Tensor]:
+def _sources(batch: _Batch, tensors: Tensors) -> Iterator[torch.Tensor]:
     """What is copied to each slot: a whole small tensor, or a slice of a large one."""
     opened = -1
     elements = torch.empty(0)
@@ -318,7 +257,7 @@ def _dot(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 def _statistics(batch: _Batch, signs: torch.Tensor, rho: torch.Tensor, parts: torch.Tensor) -> None:
     """Write the columns behind the hash of every piece of one batch: `parts` (pieces, ROW - 2)."""
     wide = torch.float64 if batch.dtype == torch.float64 else torch.float32
-    raw = batch.used.view(batch.dtype).view(-1, _BLOCK).to(wide)
+    raw = batch.used.view(batch.dtype).view(-1, BLOCK).to(wide)
     nonzero = torch.count_nonzero(raw, 1)
     nonfinite = torch.count_nonzero(raw - raw, 1)  # x - x is NaN, which counts, or zero
     x = raw.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

@@ -37,7 +37,6 @@ tensor of its own that can be watched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -53,6 +52,7 @@ from tpwatch.fingerprint.layout import (
     ROW_WORDS,
     SKETCH,
 )
+from tpwatch.fingerprint.plans import Tensors
 from tpwatch.fingerprint.tables import Tables, make_tables
 
 VALUE_DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -151,12 +151,7 @@ class ReferenceFingerprinter:
         self._tables = make_tables(device)
 
     @torch.no_grad()
-    def rows(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
-        head: torch.Tensor | None = None,
-    ) -> None:
+    def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`."""
         for row, tensor in zip(out, tensors, strict=True):
             if tensor is None:

@@ -93,9 +93,9 @@ class Tables:
     def sign_columns(self, elements: int) -> torch.Tensor:
         """Return the signs by column, for code that walks down the rows of a chunk.
 
-        A column is a 32-bit word of a 4,096-byte row, with one element of 4 bytes or two of 2 bytes;
+        A column is a 32-bit word of a 4,096-byte row: one element of 4 bytes, or two of 2 bytes;
         `elements` says how many. In the whole word, or in each half, the bits run down from the
-        highest with the row: a left shift by the row brings the sign of its element to the sign bit.
+        highest with the row: a left shift by the row brings its sign to the sign bit.
 
         Returns:
             int32 (groups of 32 // elements rows, 1024).

@@ -6,16 +6,23 @@ without making the host wait. Must not know: how a kernel computes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from tpwatch.fingerprint import triton_kernels as kernels
-from tpwatch.fingerprint.layout import CHUNK, HEAD, SKETCH
-from tpwatch.fingerprint.plans import Plans, placement
-from tpwatch.fingerprint.reference import flat
+from tpwatch.fingerprint.layout import HEAD
+from tpwatch.fingerprint.plans import (
+    Plans,
+    Staging,
+    Tensors,
+    addresses,
+    chunks,
+    describe,
+    extents,
+    lies_in_order,
+)
 from tpwatch.fingerprint.tables import make_tables
 
 _KINDS: Final = {
@@ -24,8 +31,7 @@ _KINDS: Final = {
     torch.float16: kernels.FLOAT16.value,
     torch.float64: kernels.FLOAT64.value,
 }
-_ALIGNMENT: Final = 16
-_UNROLL: Final = 2
+_VECTOR_BYTES: Final = 16
 
 
 def check(device: torch.device | str) -> tuple[bool, str]:
@@ -41,7 +47,7 @@ class _Launch:
     """One launch of `chunk_kernel`.
 
     Attributes:
-        kind: of element; `item` is its size in bytes.
+        kind: of element.
         item: bytes of an element.
         tensor_of: int32 (programs,).
         chunk_of: int32 (programs,).
@@ -58,8 +64,15 @@ class _Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
-    """What one launch of `fold_kernel` or `finish_kernel` adds up: rows `starts` ... + `counts`."""
+class _Spans:
+    """What a launch of `fold_kernel` or `finish_kernel` adds up: `counts` rows from `starts` on.
+
+    Attributes:
+        starts: int32 (programs,).
+        counts: int32 (programs,).
+        hashes: int64 (rows,).
+        partials: float64 (rows, PARTS).
+    """
 
     starts: torch.Tensor
     counts: torch.Tensor
@@ -72,22 +85,22 @@ class _Plan:
     """All launches for one list of tensors, with everything they need on the device.
 
     Attributes:
+        staging: buffers of the tensors that the kernel cannot read in place.
         addresses: int64 (tensors,).
         numels: int64 (tensors,).
         length_keys: int64 (tensors,).
-        copies: (index, buffer) of the tensors the kernel cannot read in place.
         launches: of `chunk_kernel`.
-        chunks: rows that `fold_kernel` adds up.
-        groups: rows that `finish_kernel` adds up; what `fold_kernel` writes.
+        groups: chunks that `fold_kernel` adds up, per group.
+        tensors: groups that `finish_kernel` adds up, per tensor.
     """
 
+    staging: Staging
     addresses: torch.Tensor
     numels: torch.Tensor
     length_keys: torch.Tensor
-    copies: list[tuple[int, torch.Tensor]]
     launches: list[_Launch]
-    chunks: _Sums
-    groups: _Sums
+    groups: _Spans
+    tensors: _Spans
 
 
 class TritonFingerprinter:
@@ -99,69 +112,165 @@ class TritonFingerprinter:
         """Derive the keys for `device`; `reason` says why this implementation was chosen."""
         self.reason = reason
         self._device = torch.device(device)
-        self._tables = tables = make_tables(device)
-        self._keys = (tables.v0.to(torch.int32), tables.v1.to(torch.int32), tables.u)
-        self._chunk_keys = (tables.chunk_keys(0, 0), tables.fold_words(0, 0))
-        self._columns = {1: tables.sign_bits.to(torch.int32), 4: tables.sign_columns(1)}
-        self._columns[2] = tables.sign_columns(2)
-        self._columns[8] = self._columns[1]
+        self._tables = make_tables(device)
+        self._keys = (self._tables.v0.int(), self._tables.v1.int(), self._tables.u)
+        self._sign_columns = (self._tables.sign_columns(1), self._tables.sign_columns(2))
+        self._chunk_keys = self._tables.chunk_keys(0, 0)
+        self._fold_words = self._tables.fold_words(0, 0)
         self._plans: Plans[_Plan] = Plans()
 
     @torch.no_grad()
-    def rows(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        out: torch.Tensor,
-        head: torch.Tensor | None = None,
-    ) -> None:
+    def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`. Does not wait for the device."""
         if not tensors:
             return
-        plan = self._plans.get(out, placement(tensors), lambda: self._make_plan(tensors))
-        for index, buffer in plan.copies:
-            source = tensors[index]
-            if source is not None:
-                buffer.copy_(source)
+        found = addresses(tensors)
+        signature = (*extents(tensors), [a % _VECTOR_BYTES for a in found])
+        plan = self._plans.get(out, signature, lambda: self._make_plan(tensors))
+        places = plan.staging.refresh(tensors, found)
+        if places is not None:
+            plan.addresses.copy_(self._upload(places, torch.int64), non_blocking=True)
         for launch in plan.launches:
-            self._launch(plan, launch)
-        _fold(plan)
-        _finish(plan, out, head)
+            self._hash_chunks(plan, launch)
+        self._add_up(plan, out, head)
 
-    def _launch(self, plan: _Plan, launch: _Launch) -> None:
+    def _hash_chunks(self, plan: _Plan, launch: _Launch) -> None:
         """Launch `chunk_kernel` over all chunks of one kind."""
-        kernels.chunk_kernel[(len(launch.tensor_of),)](
+        kernels.chunk_kernel[(launch.tensor_of.numel(),)](
             plan.addresses,
             plan.numels,
             launch.tensor_of,
             launch.chunk_of,
             *self._keys,
-            *self._chunk_keys,
-            self._columns[launch.item],
+            self._chunk_keys,
+            self._fold_words,
+            self._sign_columns[launch.item == 2],  # noqa: PLR2004 - pairs of 16-bit elements
             self._tables.sign_bits,
             launch.hashes,
             launch.partials,
             KIND=launch.kind,
             ITEM=launch.item,
-            UNROLL=_UNROLL,
+            UNROLL=kernels.UNROLL,
             **kernels.OPTIONS,
         )
 
-    def _make_plan(self, tensors: Sequence[torch.Tensor | None]) -> _Plan:
-        """Number the chunks and place all tables on the device."""
-        elements, copies = _readable(tensors)
-        chunk_counts = [-(-e.numel() // CHUNK) for e in elements]
-        self._need_chunks(max(chunk_counts, default=0))
-        first_chunk, launches = self._chunk_launches(elements, chunk_counts)
-        room = launches[-1] if launches else None
-        del room
+    def _add_up(self, plan: _Plan, out: torch.Tensor, head: torch.Tensor | None) -> None:
+        """Launch `fold_kernel` and `finish_kernel`."""
+        groups, spans = plan.groups, plan.tensors
+        if groups.starts.numel():
+            kernels.fold_kernel[(groups.starts.numel(),)](
+                groups.starts,
+                groups.counts,
+                groups.hashes,
+                groups.partials,
+                spans.hashes,
+                spans.partials,
+                **kernels.SUM_OPTIONS,
+            )
+        kernels.finish_kernel[(spans.starts.numel(),)](
+            spans.starts,
+            spans.counts,
+            plan.length_keys,
+            spans.hashes,
+            spans.partials,
+            out,
+            out if head is None else head,
+            0 if head is None else head.stride(0),
+            HEADS=0 if head is None else HEAD,
+            **kernels.SUM_OPTIONS,
+        )
+
+    def _make_plan(self, tensors: Tensors) -> _Plan:
+        """Number the chunks and groups, and place all tables on the device."""
+        sources = [describe(t) for t in tensors]
+        counts = [chunks(numel) for numel, _ in sources]
+        self._need_chunks(max(counts))
+        first_rows, launches, hashes, partials = self._number_chunks(sources, counts)
+        group_starts: list[int] = []
+        group_counts: list[int] = []
+        tensor_starts: list[int] = []
+        fold = kernels.FOLD.value
+        for first, count in zip(first_rows, counts, strict=True):
+            tensor_starts.append(len(group_starts))
+            group_starts += range(first, first + count, fold)
+            group_counts += [min(fold, count - at) for at in range(0, count, fold)]
+        per_tensor = [-(-count // fold) for count in counts]
         keys = [
-            0 if t is None else self._tables.length_key(e.numel() * e.element_size())
-            for t, e in zip(tensors, elements, strict=True)
+            0 if t is None else self._tables.length_key(numel * dtype.itemsize)
+            for t, (numel, dtype) in zip(tensors, sources, strict=True)
         ]
-        raise RuntimeError((first_chunk, keys, copies))
+        return _Plan(
+            Staging(tensors, _readable),
+            torch.zeros(len(sources), dtype=torch.int64, device=self._device),
+            self._upload([numel for numel, _ in sources], torch.int64),
+            self._upload(keys, torch.int64),
+            launches,
+            _Spans(self._upload(group_starts), self._upload(group_counts), hashes, partials),
+            _Spans(
+                self._upload(tensor_starts),
+                self._upload(per_tensor),
+                *self._room(len(group_starts)),
+            ),
+        )
+
+    def _number_chunks(
+        self, sources: list[tuple[int, torch.dtype]], counts: list[int]
+    ) -> tuple[list[int], list[_Launch], torch.Tensor, torch.Tensor]:
+        """Give every chunk its row, kind by kind.
+
+        Returns:
+            First row of each tensor, the launches, and the hashes and partial rows of all chunks.
+        """
+        kinds: dict[tuple[int, int], list[int]] = {}
+        for index, (numel, dtype) in enumerate(sources):
+            if numel:
+                key = (_KINDS.get(dtype, kernels.BYTES.value), dtype.itemsize)
+                kinds.setdefault(key, []).append(index)
+        first_rows = [0] * len(sources)
+        begins: list[tuple[int, int]] = []
+        row = 0
+        for members in kinds.values():
+            row += row % 2  # keeps the hashes of every launch 16-byte aligned
+            begin = row
+            for index in members:
+                first_rows[index] = row
+                row += counts[index]
+            begins.append((begin, row))
+        hashes, partials = self._room(row)
+        launches = [
+            _Launch(
+                kind,
+                item,
+                self._upload([i for i in members for _ in range(counts[i])]),
+                self._upload([c for i in members for c in range(counts[i])]),
+                hashes[begin:end],
+                partials[begin:end],
+            )
+            for ((kind, item), members), (begin, end) in zip(kinds.items(), begins, strict=True)
+        ]
+        return first_rows, launches, hashes, partials
+
+    def _need_chunks(self, count: int) -> None:
+        """Make keys for tensors of up to `count` chunks."""
+        if count > self._chunk_keys.numel():
+            self._chunk_keys = self._tables.chunk_keys(0, count)
+            self._fold_words = self._tables.fold_words(0, count)
+
+    def _room(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hashes and partial rows; those of raw bytes are never written and stay zero."""
+        return (
+            torch.zeros(rows, dtype=torch.int64, device=self._device),
+            torch.zeros(rows, kernels.PARTS.value, dtype=torch.float64, device=self._device),
+        )
+
+    def _upload(self, values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Return a table on the device; from pinned memory, so that the host does not wait."""
+        table = torch.tensor(values, dtype=dtype)
+        if self._device.type == "cpu":
+            return table
+        return table.pin_memory().to(self._device, non_blocking=True)
 
 
-def _readable(
-    tensors: Sequence[torch.Tensor | None],
-) -> tuple[list[torch.Tensor], list[tuple[int, torch.Tensor]]]:
-    return [], []
+def _readable(tensor: torch.Tensor) -> bool:
+    """Whether the kernel can read the tensor in place, 16 bytes at a time."""
+    return lies_in_order(tensor) and tensor.data_ptr() % _VECTOR_BYTES == 0

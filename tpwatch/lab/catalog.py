@@ -1,21 +1,19 @@
-"""The catalogue: which faults the lab can build, what each one is, and what a monitor has to say about it.
+"""The catalogue: what the lab can build, and what a monitor has to say about each of it.
 
-Knows: names, stories, expected findings. Must not know: torch, Megatron, how a fault is built (`tpwatch.lab.faults`).
-Parameter names are those of ``named_parameters()`` of the bare model chunk, without ``module.`` prefixes.
+Knows: names, stories, expected findings. Must not know: torch, Megatron, how a fault is built
+(`tpwatch.lab.faults`). Parameter names are those of `named_parameters()` of the bare model chunk,
+without `module.` prefixes.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from tpwatch.errors import ConfigError
 from tpwatch.lab.config import LabConfig
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +24,15 @@ class Faulty:
     """Shell pattern of parameter names."""
 
     first_step: int = 1
-    """First step (from 1) at which the gradient is not exactly zero everywhere."""
+    """First step (from 1) in which the gradient is not exactly zero on all ranks."""
 
     zero_on_all_but_last: bool = False
-    """The gradient is exactly zero on every tensor-parallel rank but the last, step after step."""
+    """The gradient is exactly zero on every tensor-parallel rank but the last, in every step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One entry of the catalogue: a fault, a healthy control or a variant of the finalizer's protocol."""
+    """One entry: a fault, a healthy control, or a variant of how the finalizer is called."""
 
     name: str
     """Name on the command line."""
@@ -43,113 +41,139 @@ class Fault:
     """One line for people."""
 
     report: str = ""
-    """Field report the mechanism is taken from."""
+    """Field report that the mechanism is taken from."""
 
     kind: str | None = None
-    """Kind of finding that is expected as cause; None where the run is healthy."""
+    """Kind of finding that is expected as a cause; None where the run is healthy."""
 
     faulty: tuple[Faulty, ...] = ()
-    """Exactly the parameters that are at fault."""
+    """Exactly the parameters at fault; of two patterns that match, the first one counts."""
 
     multiplied_by_tp: bool = False
-    """The norm of the gradient grows by the tensor-parallel size in the reduction."""
+    """The reduction makes the gradient larger by the tensor-parallel size."""
 
     mechanism: str = "mechanism:Mechanism"
-    """``module:class`` below `tpwatch.lab.faults` that builds it."""
+    """`module:class` below `tpwatch.lab.faults` that builds it."""
 
     fix: str = ""
     """What the upstream fix does; empty where there is nothing to fix."""
 
     config: LabConfig = field(default_factory=LabConfig)
-    """The run it needs."""
+    """The run that shows it."""
 
     wedges: bool = False
-    """Unwatched, the framework's own collective hangs or is mis-paired: the processes cannot be used again."""
+    """Unwatched, a collective of the framework hangs or mispairs: the processes are lost."""
 
     transformer_engine: bool = False
-    """Needs Transformer Engine's Python package (extra ``lab-te``)."""
+    """Needs Transformer Engine's Python package (extra `lab-te`)."""
 
     def first_steps(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the faulty ones of ``names``, each with the first step at which it is exercised."""
+        """The faulty ones of `names`, each with the first step in which it is exercised."""
         return {name: entry.first_step for name, entry in self._matches(names)}
 
     def zero_ranked(self, names: Iterable[str]) -> set[str]:
-        """Return the faulty ones of ``names`` whose gradient is exactly zero on all ranks but the last."""
+        """The faulty ones of `names` whose gradient is exactly zero on all ranks but the last."""
         return {name for name, entry in self._matches(names) if entry.zero_on_all_but_last}
 
     def ratio(self, tp: int) -> float | None:
-        """Return the expected norm(post) / norm(pre) at tensor-parallel size ``tp``, where one is expected."""
+        """Expected norm(post) / norm(pre) at tensor-parallel size `tp`, where one is expected."""
         return float(tp) if self.multiplied_by_tp else None
 
-    def _matches(self, names: Iterable[str]) -> list[tuple[str, Faulty]]:
-        """Pair each faulty name with the first entry whose pattern it matches."""
-        pairs = ((name, next((e for e in self.faulty if fnmatchcase(name, e.pattern)), None)) for name in names)
-        return [(name, entry) for name, entry in pairs if entry is not None]
+    def at(self, tp: int, dp: int | None = None, seed: int | None = None) -> LabConfig:
+        """The run of this entry at another layout and seed; None leaves what the entry says.
+
+        Raises:
+            ConfigError: a size of the model does not divide by `tp`.
+        """
+        own = self.config
+        return replace(
+            own,
+            tp=tp,
+            dp=own.dp if dp is None else dp,
+            seed=own.seed if seed is None else seed,
+            sequence_parallel=own.sequence_parallel and tp > 1,
+        )
+
+    def _matches(self, names: Iterable[str]) -> Iterator[tuple[str, Faulty]]:
+        for name in names:
+            for entry in self.faulty:
+                if fnmatchcase(name, entry.pattern):
+                    yield name, entry
+                    break
 
 
 def get(name: str) -> Fault:
-    """Return the entry called ``name``; an unknown name is an error that suggests the nearest one."""
+    """The entry called `name`.
+
+    Raises:
+        ConfigError: there is none; the message suggests the nearest name.
+    """
     known = {entry.name: entry for entry in ENTRIES}
-    if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        remedy = f"Did you mean {near[0]!r}?" if near else f"Known names: {', '.join(known)}."
-        raise ConfigError("fault", name, "is not in the catalogue", remedy)
-    return known[name]
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, n=1)
+    remedy = f"Did you mean {near[0]!r}?" if near else f"Known names: {', '.join(known)}."
+    knob, rule = "fault", "is not in the catalogue"
+    raise ConfigError(knob, name, rule, remedy)
 
 
 _ATTENTION = "decoder.layers.0.self_attention"
-_ADAPTER = "decoder.layers.0.mlp.adapter"
+_GAMMA = f"{_ATTENTION}.linear_attn.in_proj.layer_norm_weight"
+_MLP = "decoder.layers.0.mlp"
+_ADAPTER = f"{_MLP}.adapter"
 _PLE = "decoder.layers.0.per_layer_embedding"
+_LAST = "decoder.layers.1"
+_AVERAGE = "average_gradients_across_tp_domain = True"
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
         name="slime-gdn-drift",
-        story="linear attention replicated on every rank, kernels that round differently, nothing averages",
+        story="linear attention replicated on every rank, kernels round differently, no averaging",
         report="P0",
         kind="drift",
         faulty=(Faulty(f"{_ATTENTION}.*"),),
         mechanism="linear_attention:ReplicatedBlock",
-        fix="average_gradients_across_tp_domain = True on every parameter of the block",
+        fix=f"{_AVERAGE} on every parameter of the block",
         config=LabConfig(precision="bf16", lr=1e-5),
     ),
     Fault(
         name="gdn-gamma-double-sum",
-        story="sequence gathered outside, module's sequence parallelism off, the norm gain keeps its mark",
+        story="sequence gathered outside, sequence parallelism off, the norm gain keeps its mark",
         report="P1",
         kind="double-reduce",
-        faulty=(Faulty(f"{_ATTENTION}.linear_attn.in_proj.layer_norm_weight"),),
+        faulty=(Faulty(_GAMMA),),
         multiplied_by_tp=True,
         mechanism="linear_attention:GatheredOutside",
-        fix="sequence_parallel = False on the gain, average_gradients_across_tp_domain = True",
+        fix=f"sequence_parallel = False on the gain, {_AVERAGE}",
     ),
     Fault(
         name="gdn-gamma-double-sum-te",
         story="the same inside Transformer Engine's own LayerNormLinear",
         report="P1",
         kind="double-reduce",
-        faulty=(Faulty(f"{_ATTENTION}.linear_attn.in_proj.layer_norm_weight"),),
+        faulty=(Faulty(_GAMMA),),
         multiplied_by_tp=True,
         mechanism="linear_attention:GatheredOutsideTransformerEngine",
-        fix="sequence_parallel = False on the gain, average_gradients_across_tp_domain = True",
+        fix=f"sequence_parallel = False on the gain, {_AVERAGE}",
         transformer_engine=True,
     ),
     Fault(
         name="custom-module-unsynced",
-        story="custom module left replicated: other initial weights on every rank, gradients never reduced",
+        story="custom module: other initial weights on every rank, gradients never reduced",
         report="P2",
         kind="init-mismatch",
         faulty=(Faulty(f"{_ADAPTER}.*"),),
         mechanism="custom_module:UnsyncedAdapter",
-        fix="broadcast at start, average_gradients_across_tp_domain = True",
+        fix=f"broadcast at start, {_AVERAGE}",
     ),
     Fault(
         name="custom-module-unsynced-nosp",
-        story="the same without sequence parallelism: every norm of the model is drawn into it",
+        story="the same without sequence parallelism: the norms behind it are drawn in",
         report="P2",
         kind="init-mismatch",
         faulty=(Faulty(f"{_ADAPTER}.*"),),
         mechanism="custom_module:UnsyncedAdapter",
-        fix="broadcast at start, average_gradients_across_tp_domain = True",
+        fix=f"broadcast at start, {_AVERAGE}",
         config=LabConfig(sequence_parallel=False),
     ),
     Fault(
@@ -157,28 +181,28 @@ FAULTS: tuple[Fault, ...] = (
         story="a norm gain frozen on the last rank only, after wrapping",
         report="P2",
         kind="grad-presence",
-        faulty=(Faulty("decoder.layers.1.pre_mlp_layernorm.weight"),),
+        faulty=(Faulty(f"{_LAST}.pre_mlp_layernorm.weight"),),
         mechanism="one_sided:FrozenOnLastRank",
         fix="freeze on every rank",
         wedges=True,
     ),
     Fault(
         name="one-sided-chunk",
-        story="a vision chunk outside DDP: the last rank's slice of the patches is empty, its gradients are None",
+        story="a vision chunk outside DDP: the last rank has no patches and no gradients",
         report="P2",
         kind="grad-presence",
         faulty=(Faulty("vision_norm.weight"), Faulty("vision_proj.weight")),
         mechanism="one_sided:ChunkOutsideDdp",
-        fix="ranks without a patch take part with an empty slice",
+        fix="a rank without patches takes part with none",
         wedges=True,
     ),
     Fault(
         name="ple-double-sum",
-        story="per-layer embedding marked sequence_parallel, although it computes on the gathered sequence",
+        story="per-layer embedding marked sequence_parallel, computed on the gathered sequence",
         report="P3",
         kind="double-reduce",
         faulty=(
-            # The zero-initialised convolution passes no gradient back to its norm in the first step.
+            # The convolution starts at zero and passes nothing back to its norm in the first step.
             Faulty(f"{_PLE}.norm_conv.weight", first_step=2),
             Faulty(f"{_PLE}.key_proj.weight"),
             Faulty(f"{_PLE}.value_proj.weight"),
@@ -188,23 +212,24 @@ FAULTS: tuple[Fault, ...] = (
         ),
         multiplied_by_tp=True,
         mechanism="per_layer_embedding:MarkedButGathered",
-        fix="sequence_parallel = False, average_gradients_across_tp_domain = True",
+        fix=f"sequence_parallel = False, {_AVERAGE}",
     ),
     Fault(
         name="lora-unsummed",
-        story="LoRA under sequence parallelism: the replicated factor sees its own slice and is never summed",
+        story="LoRA: the replicated factor sees its slice of the sequence and is never summed",
         report="P4",
         kind="missing-reduce",
         faulty=(
-            # In the last layer nothing carries gradient from the answer back to the prompt's positions behind the
-            # attention. B = 0 hides the gradient of A in the first step.
-            Faulty("decoder.layers.1.self_attention.linear_proj.lora_B.weight", zero_on_all_but_last=True),
-            Faulty("decoder.layers.1.mlp.linear_fc2.lora_B.weight", zero_on_all_but_last=True),
-            Faulty("decoder.layers.1.mlp.linear_fc1.lora_A.weight", 2, zero_on_all_but_last=True),
-            Faulty("decoder.layers.?.self_attention.linear_qkv.lora_A.weight", 2),
-            Faulty("decoder.layers.0.mlp.linear_fc1.lora_A.weight", 2),
-            Faulty("decoder.layers.0.self_attention.linear_proj.lora_B.weight"),
-            Faulty("decoder.layers.0.mlp.linear_fc2.lora_B.weight"),
+            # Behind the last attention nothing leads from the answer back to the prompt, which
+            # fills the slices of all ranks but the last. B = 0 hides the gradient of A at first.
+            Faulty(f"{_LAST}.self_attention.linear_proj.lora_B.weight", zero_on_all_but_last=True),
+            Faulty(f"{_LAST}.mlp.linear_fc2.lora_B.weight", zero_on_all_but_last=True),
+            Faulty(f"{_LAST}.mlp.linear_fc1.lora_A.weight", 2, zero_on_all_but_last=True),
+            Faulty(f"{_LAST}.self_attention.linear_qkv.lora_A.weight", 2),
+            Faulty(f"{_ATTENTION}.linear_proj.lora_B.weight"),
+            Faulty(f"{_ATTENTION}.linear_qkv.lora_A.weight", 2),
+            Faulty(f"{_MLP}.linear_fc2.lora_B.weight"),
+            Faulty(f"{_MLP}.linear_fc1.lora_A.weight", 2),
         ),
         mechanism="lora:UnsummedFactors",
         fix="sequence_parallel = True on the replicated factor",
@@ -229,29 +254,34 @@ CONTROLS: tuple[Fault, ...] = (
         story="optimizer sharded over two data-parallel ranks, gradients by reduce-scatter",
         config=LabConfig(dp=2, distributed_optimizer=True, overlap_grad_reduce=True),
     ),
-    Fault(name="dp2tp2", story="two data-parallel by two tensor-parallel ranks", config=LabConfig(dp=2)),
+    Fault(
+        name="dp2tp2",
+        story="two data-parallel by two tensor-parallel ranks",
+        config=LabConfig(dp=2),
+    ),
 )
 
 PROTOCOLS: tuple[Fault, ...] = (
     Fault(
         name="finalizer-skipped",
-        story="the training loop reduces over data-parallel ranks by itself and never calls the finalizer",
-        report="E",
+        story="the loop reduces over data-parallel ranks by itself and never calls the finalizer",
+        report="B01",
         kind="finalize-skipped",
         mechanism="protocol:Skipped",
         fix="call finalize_model_grads",
     ),
     Fault(
         name="finalizer-twice",
-        story="the training loop calls the finalizer again behind the schedule",
+        story="the loop calls the finalizer again behind the schedule",
         kind="double-reduce",
         faulty=(Faulty("decoder.*layernorm.weight"),),
+        multiplied_by_tp=True,
         mechanism="protocol:Twice",
         fix="call it once",
     ),
     Fault(
         name="finalizer-chunked",
-        story="the finalizer's TP reduction is replaced late by one that reduces in several buckets",
+        story="the reduction over TP is replaced late by one that works in buckets",
         mechanism="protocol:Chunked",
     ),
 )

@@ -85,8 +85,9 @@ class LabConfig:
         for knob in ("heads", "vocab", "seq"):
             value = getattr(self, knob)
             if value % self.tp:
+                name = f"lab.{knob}"
                 rule = f"must be a multiple of the tensor-parallel size {self.tp}"
-                raise ConfigError(f"lab.{knob}", value, rule, "Choose another size.")
+                raise ConfigError(name, value, rule, "Choose another size.")
 
     @property
     def world(self) -> int:

@@ -2,7 +2,7 @@
 
 Knows: which `torch.cuda` names Megatron-core touches on its training path, and why. Must not know:
 the model, the faults, tpwatch. These are doubles for the CUDA runtime and for nothing else: every
-line of Megatron-core, its collectives and its optimizers runs as shipped. Nothing happens at import.
+line of Megatron-core, its collectives and its optimizers runs as shipped.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class InertStream:
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         """Accept whatever `torch.cuda.Stream` and `torch.cuda.stream` accept."""
 
-    def __enter__(self) -> InertStream:
-        return self
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, *_exc: object) -> None:
         pass

@@ -1,16 +1,19 @@
-"""Builds the real thing: Megatron-core's GPTModel, DDP, schedule, finalizer and optimizer, on CPU over gloo.
+"""Builds the real thing: Megatron-core's GPTModel, DDP, schedule, finalizer, optimizer, on CPU.
 
-Knows: Megatron-core's public construction API (0.16 and 0.19). Must not know: the catalogue, tpwatch. A fault reaches
-in through two seams: `edit_model` before DDP wraps the model, and the attributes of the finished `TrainingRun`.
-Importing this file imports Megatron-core: call `tpwatch.lab.cpu.install` first.
+Knows: Megatron-core's construction API (0.16 to 0.19). Must not know: the catalogue, tpwatch. A
+fault reaches in through two seams: `edit_model` before DDP wraps the model, and the attributes of
+the finished `TrainingRun`. Importing this file imports Megatron-core: `tpwatch.lab.cpu.install`
+comes first.
 """
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -25,71 +28,71 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from tpwatch.lab.config import LabConfig
 from tpwatch.lab.data import Batch, batches
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tpwatch.lab.config import LabConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class MarkedRMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the mark Megatron's own norms put on their gain.
+    """The RMSNorm of torch with the mark that Megatron's own norms put on their gain.
 
-    Why: Megatron's wrapper around the torch norm refuses ``sequence_parallel``, and its other norms need CUDA kernels.
+    Why: Megatron's wrapper around this norm refuses `sequence_parallel`, and its other norms need
+    CUDA kernels.
     """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
     ) -> None:
-        """Build a gain of shape ``[hidden_size]``, marked as the configuration says."""
+        """Build a gain `[hidden_size]`, marked as the configuration says."""
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        mark([self.weight], sequence_parallel=config.sequence_parallel)
 
 
 class TrainingRun:
     """One model in training, driven the way Megatron's own loop drives it.
 
-    Attributes that a fault or a test may change before the first step: ``chunks`` (model chunks as the framework
-    sees them), ``optimizer``, ``transformer_config`` (its ``finalize_model_grads_func`` is what the schedule calls),
-    ``extra_losses`` (added to the language-model loss of each microbatch), ``after_update`` (called after the
-    optimizer), ``on_close`` (undoes what was changed outside this run).
+    A fault or a test may change these before the first step: `chunks` (model chunks as the
+    framework sees them), `optimizer`, `transformer_config` (its `finalize_model_grads_func` is what
+    the schedule calls), `extra_losses` (added to the loss of each microbatch), `after_update`
+    (called behind the optimizer) and `on_close` (undoes what was changed outside this run).
     """
 
-    def __init__(self, config: LabConfig, chunk: DistributedDataParallel) -> None:
+    def __init__(self, config: LabConfig, chunk: Any) -> None:
         """Wire one DDP-wrapped chunk to its optimizer and to the schedule."""
         self.config = config
-        self.chunks: list[torch.nn.Module] = [chunk]
-        self.transformer_config: TransformerConfig = chunk.config
+        self.chunks: list[Any] = [chunk]
+        self.transformer_config = chunk.config
         self.optimizer = get_megatron_optimizer(_optimizer_config(config), self.chunks)
         self.extra_losses: list[Callable[[Batch], torch.Tensor]] = []
         self.after_update: list[Callable[[], object]] = []
-        self.on_close = contextlib.ExitStack()
+        self.on_close = ExitStack()
         self.transformer_config.grad_scale_func = self.optimizer.scale_loss
         self.transformer_config.finalize_model_grads_func = self.finalize
         if config.overlap_grad_reduce:
             self.transformer_config.no_sync_func = chunk.no_sync
 
     @property
-    def model(self) -> GPTModel:
-        """The bare GPTModel: the names of its parameters are the names of the catalogue."""
+    def model(self) -> Any:
+        """The bare GPTModel; the catalogue uses the names of its parameters."""
         return unwrap(self.chunks[0])
 
-    def finalize(self, _chunks: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Finalize the gradients of every chunk of this run (the schedule itself knows only the first)."""
+    def finalize(self, _chunks: list[Any], *args: Any, **kwargs: Any) -> None:
+        """Finalize the gradients of every chunk; the schedule itself knows only the first."""
         finalize_model_grads(self.chunks, *args, **kwargs)
 
     def step(self, index: int) -> float:
-        """Train on the batches of step ``index`` and return this rank's loss, averaged over its microbatches."""
+        """Train on the batches of step `index`; the loss of this rank, averaged over microbatches.
+
+        Zero the gradients; Megatron's schedule runs forward, backward and finalizer; update.
+        """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        rank = parallel_state.get_data_parallel_rank()
-        losses = get_forward_backward_func()(
+        dp_rank = parallel_state.get_data_parallel_rank()
+        losses: list[torch.Tensor] = get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=iter(batches(self.config, index, rank)),
+            data_iterator=iter(batches(self.config, index, dp_rank)),
             model=self.chunks[0],
             num_microbatches=self.config.microbatches,
             seq_length=self.config.seq,
@@ -98,22 +101,22 @@ class TrainingRun:
         self.optimizer.step()
         for call in self.after_update:
             call()
-        return sum(loss.item() for loss in losses) / len(losses)
+        return float(torch.stack(losses).mean())
 
     def close(self) -> None:
-        """Undo what the run changed outside itself; the run cannot be stepped any more."""
+        """Undo what the run changed outside itself; it is not to be stepped any more."""
         self.on_close.close()
 
-    def _forward_step(self, data: Iterator[Batch], model: torch.nn.Module) -> tuple[Any, Any]:
-        """Answer Megatron's schedule: the output of one microbatch and the function that makes it a loss."""
+    def _forward_step(self, data: Iterator[Batch], model: Any) -> tuple[Any, Any]:
+        """Answer the schedule: the output of one microbatch and what makes it a loss."""
         batch = next(data)
-        output = model(batch.tokens, batch.positions, batch.attention_mask, labels=batch.labels)
-        return output, lambda losses: self._loss(losses, batch)
+        losses = model(batch.tokens, batch.positions, batch.attention_mask, labels=batch.labels)
+        return losses, lambda per_token: self._loss(per_token, batch)
 
-    def _loss(self, losses: torch.Tensor, batch: Batch) -> tuple[Any, ...]:
-        """Reduce per-token losses ``[batch, seq]``; with per-token loss Megatron divides later, by all tokens."""
-        total = (losses.float() * batch.loss_mask).sum()
+    def _loss(self, per_token: torch.Tensor, batch: Batch) -> tuple[Any, ...]:
+        """Reduce losses `[batch, seq]`; with `per_token_loss` Megatron divides, by all tokens."""
         tokens = batch.loss_mask.sum()
+        total = (per_token.float() * batch.loss_mask).sum()
         extra = sum((loss(batch) for loss in self.extra_losses), torch.zeros(()))
         mean = (total / tokens).detach()
         if self.config.per_token_loss:
@@ -122,12 +125,12 @@ class TrainingRun:
 
 
 def build(
-    config: LabConfig, edit_model: Callable[[GPTModel], None] = lambda _model: None
+    config: LabConfig, edit_model: Callable[[Any], None] = lambda _model: None
 ) -> TrainingRun:
-    """Initialise Megatron's parallel state for ``config`` and return a run that is ready to step.
+    """Initialise Megatron's parallel state for `config` and return a run that is ready to step.
 
-    ``torch.distributed`` must be initialised with ``config.world`` ranks. ``edit_model`` may replace modules of the
-    bare model. Weights and data depend on ``config.seed`` alone, not on the parallel layout.
+    `torch.distributed` must be initialised with `config.world` ranks. `edit_model` may replace
+    modules of the bare GPTModel. Weights and data depend on `config.seed`, not on the layout.
     """
     _initialize_parallel_state(config)
     transformer_config = _transformer_config(config)
@@ -143,21 +146,26 @@ def build(
     return TrainingRun(config, DistributedDataParallel(transformer_config, ddp_config, model))
 
 
-def unwrap(chunk: torch.nn.Module) -> Any:  # noqa: ANN401 - a model chunk is whatever the framework wrapped
-    """Strip DDP and precision wrappers from a model chunk."""
+def unwrap(chunk: Any) -> Any:
+    """Strip the wrappers for data parallelism and precision from a model chunk."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
+def mark(parameters: Any, **marks: bool) -> None:
+    """Set Megatron's markers (`sequence_parallel`, `average_gradients_across_tp_domain`)."""
+    for parameter in parameters:
+        for name, value in marks.items():
+            setattr(parameter, name, value)
+
+
 def _initialize_parallel_state(config: LabConfig) -> None:
-    """Set up process groups, keeping those of the run before if the layout is the same, and seed."""
-    layout = (config.tp, config.world)
-    if parallel_state.model_parallel_is_initialized() and layout != (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        torch.distributed.get_world_size(),
-    ):
-        parallel_state.destroy_model_parallel()
+    """Set up process groups, keeping those of the run before if the layout is the same; seed."""
+    if parallel_state.model_parallel_is_initialized():
+        tp = parallel_state.get_tensor_model_parallel_world_size()
+        if (tp, dist.get_world_size()) != (config.tp, config.world):
+            parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp)
     torch.manual_seed(config.seed)
@@ -166,7 +174,6 @@ def _initialize_parallel_state(config: LabConfig) -> None:
 
 def _transformer_config(config: LabConfig) -> TransformerConfig:
     """Translate the lab's knobs; everything that needs a fused CUDA kernel is off."""
-    dtype = DTYPES[config.precision]
     return TransformerConfig(
         num_layers=config.layers,
         hidden_size=config.hidden,
@@ -179,8 +186,8 @@ def _transformer_config(config: LabConfig) -> TransformerConfig:
         sequence_parallel=config.sequence_parallel,
         calculate_per_token_loss=config.per_token_loss,
         use_cpu_initialization=True,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
+        params_dtype=DTYPES[config.precision],
+        pipeline_dtype=DTYPES[config.precision],
         bf16=config.precision == "bf16",
         fp16=config.precision == "fp16",
         attention_dropout=0.0,
@@ -195,19 +202,16 @@ def _transformer_config(config: LabConfig) -> TransformerConfig:
 
 
 def _gpt(config: LabConfig, transformer_config: TransformerConfig) -> GPTModel:
-    """Build the GPTModel from Megatron's local layer spec with `MarkedRMSNorm` for its norms."""
+    """The GPTModel of Megatron's local layer spec, with `MarkedRMSNorm` for its norms."""
     layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
     layer.submodules.input_layernorm = MarkedRMSNorm
     layer.submodules.pre_mlp_layernorm = MarkedRMSNorm
     if config.qk_layernorm:
         layer.submodules.self_attention.submodules.q_layernorm = MarkedRMSNorm
         layer.submodules.self_attention.submodules.k_layernorm = MarkedRMSNorm
-    block = TransformerBlockSubmodules(
-        layer_specs=[layer] * config.layers, layer_norm=MarkedRMSNorm
-    )
     return GPTModel(
         transformer_config,
-        block,
+        TransformerBlockSubmodules([layer] * config.layers, layer_norm=MarkedRMSNorm),
         vocab_size=config.vocab,
         max_sequence_length=config.seq,
         position_embedding_type="rope",
@@ -215,7 +219,7 @@ def _gpt(config: LabConfig, transformer_config: TransformerConfig) -> GPTModel:
 
 
 def _optimizer_config(config: LabConfig) -> OptimizerConfig:
-    """Adam with Megatron's defaults; fp16 starts from a loss scale that tiny models do not overflow."""
+    """Adam as Megatron sets it up; fp16 starts from a loss scale this model does not overflow."""
     return OptimizerConfig(
         optimizer="adam",
         lr=config.lr,

@@ -1,20 +1,22 @@
-"""Stand-ins for Transformer Engine's compiled kernels, so that its real Python runs on CPU tensors.
+"""Stand-ins for Transformer Engine's compiled kernels, so that its real Python runs on the CPU.
 
-Knows: which kernels a norm fused with a linear calls, and how the extension is loaded. Must not know: the model, the
-faults, tpwatch. Everything that decides about sequence parallelism, all-reduced input gradients and marks on
-parameters is in Transformer Engine's Python and runs as shipped. Call `install` before `tpwatch.lab.cpu.install`.
+Knows: which kernels a norm fused with a linear calls, and how the extension is loaded. Must not
+know: the model, the faults, tpwatch. Everything that decides about sequence parallelism, reduced
+input gradients and marks on parameters is Transformer Engine's Python and runs as shipped. Call
+`install` before `tpwatch.lab.cpu.install`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
 import sys
-import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 from unittest import mock
 
 import torch
@@ -22,12 +24,11 @@ from torch.overrides import TorchFunctionMode
 
 from tpwatch.errors import AdapterUnavailable
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
+PACKAGE = "transformer_engine"
 EXTENSION = "transformer_engine_torch"
 TESTED = "2.20.2"
 
+# Transformer Engine checks these two against its own Python mirrors at import.
 DType = IntEnum(
     "DType",
     {
@@ -41,28 +42,19 @@ DType = IntEnum(
         "kFloat4E2M1": 10,
     },
 )
-
 FusedAttnBackend = IntEnum(
-    "FusedAttnBackend",
-    {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
+    "FusedAttnBackend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
 )
 
 
-def generic_gemm(  # noqa: PLR0913 - the compiled kernel's own signature
-    a: torch.Tensor,
-    transpose_a: bool,  # noqa: FBT001
-    b: torch.Tensor,
-    transpose_b: bool,  # noqa: FBT001
-    out: torch.Tensor | None,
-    *_unused: object,
-    **_also_unused: object,
-) -> tuple[torch.Tensor, None, None, None]:
-    """Multiply ``op(b) @ op(a)``: the kernel is column-major, seen from row-major tensors the operands swap.
+def generic_gemm(*operands: Any, **_options: object) -> tuple[torch.Tensor, None, None, None]:
+    """Multiply `op(b) @ op(a)` of `(a, transpose_a, b, transpose_b, out, ...)`.
 
-    Answers (output, bias gradient, gelu input, extra output); without a bias, without accumulation.
+    The kernel is column-major: seen from row-major tensors the operands swap. Answers (output, bias
+    gradient, gelu input, extra output); knows neither bias nor accumulation.
     """
-    left = b.reshape(-1, b.shape[-1])
-    right = a.reshape(-1, a.shape[-1])
+    a, transpose_a, b, transpose_b, out = operands[:5]
+    left, right = b.reshape(-1, b.shape[-1]), a.reshape(-1, a.shape[-1])
     result = (left.mT if transpose_b else left) @ (right.mT if transpose_a else right)
     if not transpose_b:
         result = result.unflatten(0, b.shape[:-1])
@@ -72,7 +64,7 @@ def generic_gemm(  # noqa: PLR0913 - the compiled kernel's own signature
 def rmsnorm_fwd(
     x: torch.Tensor, gain: torch.Tensor, eps: float, out: torch.Tensor | None, *_unused: object
 ) -> tuple[torch.Tensor, None, torch.Tensor]:
-    """Normalise rows by their root mean square; answers (output, mean, reciprocal root mean square)."""
+    """Divide rows by their root mean square; (output, mean, reciprocal root mean square)."""
     scale = torch.rsqrt(x.square().mean(-1) + eps)
     normed = x * scale.unsqueeze(-1) * gain
     return normed if out is None else out.copy_(normed), None, scale
@@ -81,7 +73,7 @@ def rmsnorm_fwd(
 def rmsnorm_bwd(
     grad: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, gain: torch.Tensor, *_unused: object
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `rmsnorm_fwd` with respect to its input and its gain."""
+    """Gradients of `rmsnorm_fwd` with respect to its input and its gain."""
     grad = grad.view_as(x)
     unit, inner = x * scale.unsqueeze(-1), grad * gain
     projected = unit * (inner * unit).mean(-1, keepdim=True)
@@ -89,21 +81,21 @@ def rmsnorm_bwd(
 
 
 def _missing(name: str) -> Callable[..., None]:
-    """Return a kernel that says that it has no stand-in."""
+    """A kernel that says that it has no stand-in."""
 
     def kernel(*_args: object, **_kwargs: object) -> None:
-        raise AdapterUnavailable("transformer_engine", TESTED, "the lab's stand-ins", f"{EXTENSION}.{name}")
+        raise AdapterUnavailable(PACKAGE, TESTED, TESTED, f"{EXTENSION}.{name}")
 
     return kernel
 
 
 KERNELS: Mapping[str, object] = {
-    "DType": DType,  # Transformer Engine checks these two against its own Python mirror at import.
+    "DType": DType,
     "NVTE_Fused_Attn_Backend": FusedAttnBackend,
     "generic_gemm": generic_gemm,
     "rmsnorm_fwd": rmsnorm_fwd,
     "rmsnorm_bwd": rmsnorm_bwd,
-    "layernorm_fwd": _missing("layernorm_fwd"),  # looked up beside their RMSNorm twins
+    "layernorm_fwd": _missing("layernorm_fwd"),  # looked up beside their twins
     "layernorm_bwd": _missing("layernorm_bwd"),
     "get_cublasLt_version": lambda: 130_000,
     "get_cudnn_version": lambda: 91_200,
@@ -111,7 +103,7 @@ KERNELS: Mapping[str, object] = {
 
 
 class Enumeration(type):
-    """A class whose unknown attributes are distinct integers: the extension's enumerations, by name only."""
+    """A class whose unknown attributes are distinct integers: an enumeration, by name only."""
 
     def __getattr__(cls, name: str) -> int:
         """Number a member when it is first asked for."""
@@ -122,11 +114,11 @@ class Enumeration(type):
         return value
 
 
-class Extension(types.ModuleType):
-    """The compiled extension: the kernels above, numbered enumerations, and no other function."""
+class Extension(ModuleType):
+    """The compiled extension: the kernels above, enumerations by name, and nothing else."""
 
     def __getattr__(self, name: str) -> object:
-        """Make up an enumeration or a function that says it is missing."""
+        """Make up an enumeration, or a function that says that it is missing."""
         if name.startswith("__"):
             raise AttributeError(name)
         value = Enumeration(name, (), {}) if name[0].isupper() else _missing(name)
@@ -135,16 +127,16 @@ class Extension(types.ModuleType):
 
 
 class ClaimCuda(TorchFunctionMode):
-    """Lets CPU tensors answer ``is_cuda`` with True, for the one check at the entry of a module."""
+    """Lets CPU tensors answer `is_cuda` with True, for the one check at a module's entry."""
 
     def __torch_function__(
         self,
         func: Callable[..., Any],
-        types: Iterable[type],  # noqa: ARG002 - the signature is the protocol's
+        _types: Iterable[type],
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - whatever the wrapped torch function returns
-        """Run ``func``, unless it is that question."""
+    ) -> Any:
+        """Run `func`, unless it is that question."""
         if getattr(func, "__self__", None) is torch.Tensor.is_cuda:
             return True
         return func(*args, **(kwargs or {}))
@@ -153,53 +145,53 @@ class ClaimCuda(TorchFunctionMode):
 def install() -> None:
     """Import Transformer Engine with stand-ins for its kernels, once per process.
 
-    Raises `AdapterUnavailable` where the package is not installed.
+    Raises:
+        AdapterUnavailable: the package is not installed.
     """
     if EXTENSION in sys.modules:
         return
-    spec = importlib.util.find_spec("transformer_engine")
+    spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.loader is None:
-        raise AdapterUnavailable("transformer_engine", "not installed", f"{TESTED} (extra lab-te)")
-    extension = Extension(EXTENSION)
+        found, supported = "not installed", f"{TESTED} (extra lab-te)"
+        raise AdapterUnavailable(PACKAGE, found, supported)
+    extension = sys.modules[EXTENSION] = Extension(EXTENSION)
     vars(extension).update(KERNELS)
-    sys.modules[EXTENSION] = extension
-    package = sys.modules["transformer_engine"] = importlib.util.module_from_spec(spec)
-    # Transformer Engine's own switch for "only the Python is here": do not load the CUDA libraries.
-    with mock.patch.dict(os.environ, {"NVTE_PROJECT_BUILDING": "1", "NVTE_TORCH_COMPILE": "0"}):
-        common = importlib.import_module("transformer_engine.common")
+    package = sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
+    # Transformer Engine's own switch for "only the Python is here": load no CUDA library.
+    with mock.patch.dict(os.environ, NVTE_PROJECT_BUILDING="1", NVTE_TORCH_COMPILE="0"):
+        common: Any = importlib.import_module(f"{PACKAGE}.common")
         common.load_framework_extension = lambda _framework: None
         spec.loader.exec_module(package)
-        importlib.import_module("transformer_engine.pytorch")
-    # Megatron-core then falls back to torch's Adam and to its own multi-tensor functions.
-    sys.modules["transformer_engine.pytorch.optimizers"] = None  # type: ignore[assignment]
+        importlib.import_module(f"{PACKAGE}.pytorch")
+    # Megatron-core then takes torch's Adam and its own multi-tensor functions.
+    sys.modules[f"{PACKAGE}.pytorch.optimizers"] = None  # type: ignore[assignment]
     _open_guards()
 
 
 def _open_guards() -> None:
     """Let modules be built and entered although there is no CUDA device."""
-    torch.cuda.is_current_stream_capturing = lambda: False
-    base = importlib.import_module("transformer_engine.pytorch.module.base")
-    module = base.TransformerEngineBaseModule
-    module.__init__ = _within(_pretend_available, module.__init__)
-    module.prepare_forward = _within(ClaimCuda, module.prepare_forward)
-    gemm = importlib.import_module("transformer_engine.pytorch.cpp_extensions.gemm")
+    vars(torch.cuda)["is_current_stream_capturing"] = lambda: False
+    base = importlib.import_module(f"{PACKAGE}.pytorch.module.base").TransformerEngineBaseModule
+    base.__init__ = _within(_pretend_available, base.__init__)
+    base.prepare_forward = _within(ClaimCuda, base.prepare_forward)
+    gemm: Any = importlib.import_module(f"{PACKAGE}.pytorch.cpp_extensions.gemm")
     gemm.get_cublas_workspace = lambda *_args: torch.empty(1, dtype=torch.uint8)
 
 
 def _within(
-    context: Callable[[], contextlib.AbstractContextManager[Any]], method: Callable[..., Any]
+    context: Callable[[], AbstractContextManager[Any]], method: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Run a method within a context."""
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
         with context():
             return method(*args, **kwargs)
 
     return wrapped
 
 
-@contextlib.contextmanager
+@contextmanager
 def _pretend_available() -> Iterator[None]:
-    """Let ``torch.cuda.is_available`` answer True."""
-    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+    """Let `torch.cuda.is_available` answer True."""
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
         yield

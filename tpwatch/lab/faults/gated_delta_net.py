@@ -1,37 +1,34 @@
 """A small gated delta-rule attention, the block that field reports P0 and P1 are about.
 
-Knows: the gated delta rule, and how a block that computes on the full sequence is put into a layer under sequence
-parallelism. Must not know: what is wrong with it, the monitor.
+Knows: the gated delta rule, and how a block that computes on the full sequence sits in a layer
+under sequence parallelism. Must not know: what is wrong with it, the monitor.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 from torch.nn import functional
 
-from tpwatch.lab.faults.mechanism import gather_sequence, scatter_sequence
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tpwatch.lab.config import LabConfig
+from tpwatch.lab.config import LabConfig
+from tpwatch.lab.faults.mechanism import gather_sequence, output_of, scatter_sequence
 
 HEAD_DIM = 8
 KERNEL = 4
 CHANNELS = 4 * HEAD_DIM + 2
-"""Channels per head behind the input projection: query, key, value, gate, decay, write strength."""
+"""Channels per head behind `in_proj`: query, key, value, gate, decay, write strength."""
 
 
 class GatedDeltaNet(torch.nn.Module):
-    """Gated delta-rule attention over ``[seq, batch, hidden]`` (Yang et al., Gated Delta Networks, 2024).
+    """Gated delta-rule attention over `[seq, batch, hidden]` (Yang et al., 2024).
 
-    Per head, with decay a_t and write strength b_t: S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T and
-    o_t = S_t q_t, behind a short causal convolution and in front of a gated norm. The weights that act within one
-    head are ``conv1d`` ``[heads, 3 * HEAD_DIM, KERNEL]``, ``A_log`` and ``dt_bias`` ``[heads]``; all heads share
-    the gain of ``norm``.
+    Per head, with decay a_t and write strength b_t,
+    S_t = a_t S_{t-1} (I - b_t k_t k_t^T) + b_t v_t k_t^T and o_t = S_t q_t, behind a short causal
+    convolution and in front of a gated norm. `conv1d` `[heads, 3 * HEAD_DIM, KERNEL]`, `A_log` and
+    `dt_bias` `[heads]` act within one head; all heads share the gain of `norm`.
     """
 
     def __init__(
@@ -41,10 +38,10 @@ class GatedDeltaNet(torch.nn.Module):
         heads: int,
         block: int | None = None,
     ) -> None:
-        """Take projections from ``hidden`` to ``heads * CHANNELS``, and from ``heads * HEAD_DIM`` to ``hidden``.
+        """Take projections to `heads * CHANNELS` and from `heads * HEAD_DIM` channels.
 
-        ``block`` is how many tokens a token-wise kernel takes at a time (None: all of them). Every gradient of a
-        weight is a sum over tokens, within a block and then over blocks.
+        `block` is how many tokens a token-wise kernel takes at a time (None: all of them). Every
+        gradient of a weight is a sum over tokens, within a block and then over blocks.
         """
         super().__init__()
         self.in_proj = in_proj
@@ -56,14 +53,16 @@ class GatedDeltaNet(torch.nn.Module):
         self.norm = torch.nn.RMSNorm(HEAD_DIM)
 
     def split_heads(self, rank: int, size: int) -> None:
-        """Keep rank's share of the per-head weights, marked as Megatron marks a shard."""
+        """Keep one rank's share of the per-head weights, marked as Megatron marks a shard."""
         for name in ("conv1d", "A_log", "dt_bias"):
             share = torch.nn.Parameter(getattr(self, name).detach().chunk(size)[rank].clone())
-            tensor_parallel.set_tensor_model_parallel_attributes(share, is_parallel=True, dim=0, stride=1)
+            tensor_parallel.set_tensor_model_parallel_attributes(
+                share, is_parallel=True, dim=0, stride=1
+            )
             setattr(self, name, share)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Mix ``[seq, batch, hidden]`` causally along the sequence."""
+        """Mix `[seq, batch, hidden]` causally along the sequence."""
         mixed = by_block(self.in_proj, hidden, self.block).unflatten(-1, (-1, CHANNELS))
         qkv, gate, decay, write = mixed.split([3 * HEAD_DIM, HEAD_DIM, 1, 1], dim=-1)
         windows = functional.pad(qkv, (0, 0, 0, 0, 0, 0, KERNEL - 1, 0)).unfold(0, KERNEL, 1)
@@ -74,11 +73,11 @@ class GatedDeltaNet(torch.nn.Module):
         return by_block(self.out_proj, gated.flatten(-2), self.block)
 
     def _convolve(self, windows: torch.Tensor) -> torch.Tensor:
-        """Depthwise causal convolution of windows ``[tokens, batch, heads, channels, KERNEL]``."""
+        """Depthwise causal convolution of windows `[tokens, batch, heads, channels, KERNEL]`."""
         return functional.silu((windows * self.conv1d).sum(-1))
 
     def _log_decay(self, decay: torch.Tensor) -> torch.Tensor:
-        """Return the logarithm of the decay per head, at most 0."""
+        """Logarithm of the decay per head, at most 0."""
         return -self.A_log.exp() * functional.softplus(decay + self.dt_bias)
 
 
@@ -89,11 +88,11 @@ def delta_rule(
     log_decay: torch.Tensor,
     write: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply the gated delta rule to a whole sequence at once, ``[seq, batch, heads, HEAD_DIM]`` in and out.
+    """The gated delta rule over a whole sequence, `[seq, batch, heads, HEAD_DIM]` in and out.
 
     With G_tj the decay from j to t, the rows u_t that are written solve the unit-triangular system
     u_t + b_t sum_{j<t} G_tj (k_t . k_j) u_j = b_t v_t, and o_t = sum_{j<=t} G_tj (q_t . k_j) u_j.
-    ``log_decay`` and ``write`` are ``[seq, batch, heads]``. The state is float32, as in the published kernels.
+    `log_decay` and `write` are `[seq, batch, heads]`. Computed in float32, as published kernels do.
     """
     dtype = value.dtype
     query, key, value = (x.float().movedim(0, -2) for x in (query, key, value))
@@ -108,12 +107,12 @@ def delta_rule(
 
 
 class GatheredAttention(torch.nn.Module):
-    """Stands in a layer's attention: gathers the sequence, runs on all of it, hands back this rank's slice."""
+    """Stands for a layer's attention: gathers the sequence, runs on it, returns its slice."""
 
     def __init__(
         self, config: LabConfig, linear_attn: GatedDeltaNet, input_layernorm: torch.nn.Module
     ) -> None:
-        """Own the layer's input norm as well (an identity where it is fused into the projection)."""
+        """Own the layer's input norm as well (an identity where it is fused into `in_proj`)."""
         super().__init__()
         self.config = config
         self.input_layernorm = input_layernorm
@@ -131,6 +130,5 @@ class GatheredAttention(torch.nn.Module):
 def by_block(
     kernel: Callable[[torch.Tensor], Any], tokens: torch.Tensor, block: int | None
 ) -> torch.Tensor:
-    """Run a token-wise kernel on ``block`` tokens at a time; Megatron's linears also answer with a bias, left out."""
-    outputs = [kernel(part) for part in tokens.split(block or len(tokens))]
-    return torch.cat([out[0] if isinstance(out, tuple) else out for out in outputs])
+    """Run a token-wise kernel on `block` tokens at a time, along dimension 0."""
+    return torch.cat([output_of(kernel(part)) for part in tokens.split(block or len(tokens))])

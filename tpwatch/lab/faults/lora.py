@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
-from tpwatch.lab.faults.mechanism import Mechanism, mark
+from tpwatch.lab.faults.mechanism import Mechanism, output_of
+from tpwatch.lab.model import mark
 
 RANK = 4
 
 
 class UnsummedFactors(Mechanism):
-    """P4: base weights frozen, adapters on every linear of both layers.
+    """P4: base weights frozen, an adapter on every linear of both layers.
 
-    A row-parallel target has its A split like the target and its B replicated, a column-parallel target the other way
-    round. Under sequence parallelism the replicated factor works on this rank's slice of the sequence.
+    A row-parallel target has its A split like itself and its B replicated, a column-parallel target
+    the other way round. Under sequence parallelism the replicated factor works on this rank's slice
+    of the sequence.
     """
 
-    def edit_model(self, model: Any) -> None:  # noqa: ANN401
+    def edit_model(self, model: Any) -> None:
         """Freeze the model and add an adapter to each linear."""
         model.requires_grad_(requires_grad=False)
         for layer in model.decoder.layers:
@@ -31,8 +33,8 @@ class UnsummedFactors(Mechanism):
             self._adapt_column_parallel(layer.self_attention.linear_qkv)
             self._adapt_column_parallel(layer.mlp.linear_fc1)
 
-    def _adapt_row_parallel(self, target: Any) -> None:  # noqa: ANN401
-        """A is row-parallel (its output arrives scattered over the sequence), B is replicated."""
+    def _adapt_row_parallel(self, target: Any) -> None:
+        """A is row-parallel (its output arrives as a slice of the sequence), B is replicated."""
         target.lora_A = tensor_parallel.RowParallelLinear(
             target.input_size,
             RANK,
@@ -44,11 +46,10 @@ class UnsummedFactors(Mechanism):
         )
         target.lora_B = torch.nn.Linear(RANK, target.output_size, bias=False)
         torch.nn.init.zeros_(target.lora_B.weight)
-        self._declare(target.lora_B)
-        target.register_forward_hook(_add_adapter)
+        self._install(target, replicated=target.lora_B)
 
-    def _adapt_column_parallel(self, target: Any) -> None:  # noqa: ANN401
-        """A is replicated (on the slice of the sequence), B is column-parallel and gathers the sequence."""
+    def _adapt_column_parallel(self, target: Any) -> None:
+        """A is replicated (on the slice of the sequence), B is column-parallel and gathers it."""
         target.lora_A = torch.nn.Linear(target.input_size, RANK, bias=False)
         target.lora_B = tensor_parallel.ColumnParallelLinear(
             RANK,
@@ -57,17 +58,15 @@ class UnsummedFactors(Mechanism):
             init_method=torch.nn.init.zeros_,
             bias=False,
         )
-        self._declare(target.lora_A)
-        target.register_forward_hook(_add_adapter)
+        self._install(target, replicated=target.lora_A)
 
-    def _declare(self, replicated: torch.nn.Module) -> None:
-        """Mark the replicated factor for the finalizer: this is the fix."""
+    def _install(self, target: Any, replicated: torch.nn.Module) -> None:
+        """Add B(A(x)) to the target's output; the fix marks the replicated factor."""
+        target.register_forward_hook(_add_adapter)
         if self.fixed:
             mark(replicated.parameters(), sequence_parallel=True)
 
 
-def _add_adapter(target: Any, args: tuple[Any, ...], out: tuple[Any, Any]) -> tuple[Any, Any]:  # noqa: ANN401
-    """Add B(A(x)) to the target's output; Megatron's linears answer with (output, bias)."""
-    low = target.lora_A(args[0])
-    up = target.lora_B(low[0] if isinstance(low, tuple) else low)
-    return out[0] + (up[0] if isinstance(up, tuple) else up), out[1]
+def _add_adapter(target: Any, args: tuple[Any, ...], answer: tuple[Any, Any]) -> tuple[Any, Any]:
+    output, bias = answer
+    return output + output_of(target.lora_B(output_of(target.lora_A(args[0])))), bias

@@ -6,16 +6,15 @@ Knows: Megatron-core's finalizer. Must not know: the monitor.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 
 from tpwatch.lab.faults.mechanism import Mechanism
-
-if TYPE_CHECKING:
-    from tpwatch.lab.model import TrainingRun
+from tpwatch.lab.model import TrainingRun
 
 FINALIZER_MODULE = "megatron.core.distributed.finalize_model_grads"
 TP_REDUCTION = "_allreduce_non_tensor_model_parallel_grads"
@@ -42,7 +41,7 @@ class Twice(Mechanism):
     def edit_run(self, run: TrainingRun) -> None:
         """Call Megatron's finalizer a second time."""
 
-        def twice(chunks: list[Any], *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        def twice(chunks: list[Any], *args: Any, **kwargs: Any) -> None:
             finalize_model_grads(chunks, *args, **kwargs)
             finalize_model_grads(chunks, *args, **kwargs)
 
@@ -51,20 +50,21 @@ class Twice(Mechanism):
 
 
 class Chunked(Mechanism):
-    """The TP reduction is replaced in its module, after a monitor was attached, by one that works in buckets."""
+    """The reduction over TP is replaced in its module, after a monitor was attached."""
 
     def edit_run(self, run: TrainingRun) -> None:
         """Remember the framework's own reduction, to be put back when the run closes."""
         module = sys.modules[FINALIZER_MODULE]
         run.on_close.callback(setattr, module, TP_REDUCTION, getattr(module, TP_REDUCTION))
 
-    def after_attach(self, run: TrainingRun) -> None:  # noqa: ARG002 - the replacement is process-wide
+    def after_attach(self, run: TrainingRun) -> None:
         """Replace the module attribute, whatever a monitor has put there."""
+        del run  # the replacement is process-wide
         setattr(sys.modules[FINALIZER_MODULE], TP_REDUCTION, chunked_reduction)
 
 
-def chunked_reduction(model: list[Any], config: Any, tp_group: Any = None) -> None:  # noqa: ANN401
-    """Sum the gradients marked ``sequence_parallel`` over the TP group, a few parameters at a time."""
+def chunked_reduction(model: list[Any], config: Any, tp_group: Any = None) -> None:
+    """Sum gradients marked `sequence_parallel` over the TP group, a few parameters at a time."""
     group = tp_group or parallel_state.get_tensor_model_parallel_group()
     gradients = [
         parameter.main_grad
@@ -75,6 +75,7 @@ def chunked_reduction(model: list[Any], config: Any, tp_group: Any = None) -> No
     for first in range(0, len(gradients), PARAMETERS_PER_BUCKET):
         bucket = gradients[first : first + PARAMETERS_PER_BUCKET]
         flat = torch.cat([gradient.flatten() for gradient in bucket])
-        torch.distributed.all_reduce(flat, group=group)
-        for gradient, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
