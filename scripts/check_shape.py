@@ -81,12 +81,7 @@ def main(arguments: list[str]) -> int:
     """Check the package named on the command line, by default `tpwatch`."""
     root = Path(arguments[0] if arguments else "tpwatch")
     trees = {path: ast.parse(path.read_text()) for path in sorted(root.rglob("*.py"))}
-    lengths = [
-        length(node)
-        for tree in trees.values()
-        for node in ast.walk(tree)
-        if isinstance(node, Function)
-    ]
+    lengths = [length(node) for tree in trees.values() for node in ast.walk(tree) if isinstance(node, Function)]
     if not lengths:
         print(f"no function found under {root}")
         return 1

@@ -18,12 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RULES = {
-    "absolute path of one machine": re.compile(
-        r"(?<![\w.:/~$}<-])/(?:home|mnt|root|scratch|srv|Users|work)/\w"
-    ),
-    "host of a package registry": re.compile(
-        r"pypi\.org|python[h]osted|pytorch\.org/whl|index-url[= ]+https?:"
-    ),
+    "absolute path of one machine": re.compile(r"(?<![\w.:/~$}<-])/(?:home|mnt|root|scratch|srv|Users|work)/\w"),
+    "host of a package registry": re.compile(r"pypi\.org|python[h]osted|pytorch\.org/whl|index-url[= ]+https?:"),
 }
 
 

@@ -46,11 +46,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     """Resolve what needs torch on first use."""
     if name == "attach":
-        from tpwatch.session import attach  # noqa: PLC0415
+        from tpwatch.session import attach
 
         return attach
     if name == "Watch":
-        from tpwatch.watch import Watch  # noqa: PLC0415
+        from tpwatch.watch import Watch
 
         return Watch
     message = f"module 'tpwatch' has no attribute {name!r}"

@@ -1,8 +1,9 @@
 """The one failure boundary: every call from a training loop into tpwatch goes through here.
 
-A monitor must never hurt the job it watches: an internal error is counted, logged once, and after `limit` of them
-the guard trips. A tripped guard does not stop its rank from joining collectives (that would hang the peers): the
-monitor reads `tripped`, says so in the header of the next buffer, and all ranks stop together.
+A monitor must never hurt the job it watches: an internal error is counted, logged once, and after
+`limit` of them the guard trips. A tripped guard does not stop its rank from joining collectives
+(that would hang the peers): the monitor reads `tripped`, says so in the header of the next buffer,
+and all ranks stop together.
 
 This is the only file that catches `Exception`. It knows nothing of what it guards.
 """
@@ -34,7 +35,9 @@ class Outcome(Generic[T]):
 
 
 class Guard:
-    """Counts internal errors of one Watch and trips after `limit`; lets only `ReplicaFault` through.
+    """Counts internal errors of one Watch and trips after `limit`.
+
+    Lets only `ReplicaFault` through.
 
     With `debug` (environment `TPWATCH_DEBUG=1`) internal errors propagate, for development.
     """
@@ -53,7 +56,10 @@ class Guard:
         return self.errors >= self.limit
 
     def attempt(self, what: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
-        """Call `fn`; an internal error becomes a counted, once-logged outcome instead of an exception."""
+        """Call `fn`.
+
+        An internal error becomes a counted, once-logged outcome instead of an exception.
+        """
         try:
             return Outcome(fn(*args, **kwargs), None)
         except ReplicaFault:
@@ -74,12 +80,20 @@ class Guard:
         self._logged.add(key)
         left = self.limit - self.errors
         after = f"disabled after {left} more" if left > 0 else "tpwatch will disable itself on all ranks"
-        logger.warning("tpwatch internal error in %s (training is not affected; %s)", what, after, exc_info=error)
+        logger.warning(
+            "tpwatch internal error in %s (training is not affected; %s)",
+            what,
+            after,
+            exc_info=error,
+        )
 
 
 def shield(fn: Callable[..., Any], *args: Any) -> tuple[bool, Any]:
-    """Call `fn`; return `(True, result)` or `(False, exception)`. For command-line edges, where an exit code follows."""
+    """Call `fn`; return `(True, result)` or `(False, exception)`.
+
+    For command-line edges, where an exit code follows.
+    """
     try:
         return True, fn(*args)
-    except Exception as error:  # noqa: BLE001 - this file is the one place that may
+    except Exception as error:
         return False, error

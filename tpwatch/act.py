@@ -1,4 +1,6 @@
-"""What is done about findings: log, warn, or stop the run. Pure: decides and formats, raises nothing itself.
+"""What is done about findings: log, warn, or stop the run.
+
+Pure: decides and formats, raises nothing itself.
 
 Knows records and configuration, not torch and not where findings came from.
 """
@@ -12,7 +14,8 @@ from tpwatch.config import Config
 from tpwatch.records import Finding
 
 ABORT_EXIT_CODE = 86
-"""Exit code of a run that tpwatch stopped (16 and 17 are Megatron's own; torchrun itself returns 1)."""
+"""Exit code of a run that tpwatch stopped (16 and 17 are Megatron's own; torchrun itself returns
+1)."""
 
 logger = logging.getLogger("tpwatch")
 
@@ -32,17 +35,20 @@ def headline(finding: Finding) -> str:
     measure = f"ratio {finding.ratio:.4g}" if finding.ratio is not None else f"max abs {finding.max_abs:.3g}"
     odd = f", odd ranks {list(finding.odd_ranks)}" if finding.odd_ranks else ""
     return (
-        f"[{finding.code}] {finding.kind}: {finding.parameter} since step {finding.first_step} "
-        f"({measure}; observed {finding.observed}, expected {finding.expected}; ranks {list(finding.ranks)}{odd}; "
-        f"confidence {finding.confidence:.2f}). {finding.advice}"
+        f"[{finding.code}] {finding.kind}: {finding.parameter} since step {finding.first_step}"
+        f" ({measure}; observed {finding.observed}, expected {finding.expected}; ranks"
+        f" {list(finding.ranks)}{odd}; confidence {finding.confidence:.2f}). {finding.advice}"
     )
 
 
 def must_stop(findings: Iterable[Finding], config: Config) -> tuple[Finding, ...]:
-    """The findings that stop the run under `on_fault: abort`, in the order given; empty for any other policy.
+    """The findings that stop the run under `on_fault: abort`, in the order given.
 
-    A confirmed cause of warning or error stops the run. Where the user set a threshold on the spread of values,
-    drift stops it only past that threshold: drift below it is what the user said they can live with.
+    Empty for any other policy.
+
+    A confirmed cause of warning or error stops the run. Where the user set a threshold on the
+    spread of values, drift stops it only past that threshold: drift below it is what the user said
+    they can live with.
     """
     if config.on_fault != "abort":
         return ()

@@ -1,7 +1,8 @@
 """Which tensors must be equal over which ranks: candidates of an adapter become a `WatchPlan`.
 
-Pure: an adapter describes each parameter it found as a `Candidate`; the user's include, exclude and declare
-patterns are applied here, and the plans of several ranks are compared here. Knows no torch and no framework.
+Pure: an adapter describes each parameter it found as a `Candidate`; the user's include, exclude and
+declare patterns are applied here, and the plans of several ranks are compared here. Knows no torch
+and no framework.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Candidate:
     grad_start: int
     grad_stop: int
     replicated: bool | None
-    """True: every rank of the group holds a full copy. False: a shard. None: the witnesses disagree."""
+    """True: every rank of the group holds a full copy. False: a shard. None: the witnesses
+    disagree."""
     rule: Rule
     """What the framework's markers say will be done to the gradient."""
     reason: str = ""
@@ -67,7 +69,10 @@ def _declaration(name: str, declare: Mapping[str, str]) -> str | None:
 
 
 def _why_not(candidate: Candidate, declared: str | None, selection: WatchSelection) -> str:
-    """Reason to leave a candidate out; ``"sharded"`` for an ordinary shard, which is not worth a line."""
+    """Reason to leave a candidate out.
+
+    ``"sharded"`` for an ordinary shard, which is not worth a line.
+    """
     if declared == "sharded":
         return "declared sharded"
     if not any(fnmatchcase(candidate.name, p) for p in selection.include):
@@ -96,8 +101,15 @@ def _spec(candidate: Candidate, declared: str | None) -> ReplicaSpec:
 
 
 def _idle_patterns(candidates: Sequence[Candidate], selection: WatchSelection) -> tuple[str, ...]:
-    """One warning per pattern that matches no parameter: a typo there would silently watch nothing."""
-    sections = {"include": selection.include, "exclude": selection.exclude, "declare": tuple(selection.declare)}
+    """One warning per pattern that matches no parameter.
+
+    A typo there would silently watch nothing.
+    """
+    sections = {
+        "include": selection.include,
+        "exclude": selection.exclude,
+        "declare": tuple(selection.declare),
+    }
     return tuple(
         f"watch.{key}: pattern {pattern!r} matches no parameter of this model"
         for key, patterns in sections.items()
@@ -121,8 +133,8 @@ class Difference:
 def agree(plans: Mapping[int, WatchPlan], leader: int) -> tuple[tuple[str, ...], tuple[Difference, ...]]:
     """Names every rank can watch, in the leader's order, and each other rank's first difference.
 
-    A parameter is common if every rank has it with the same shape, dtype, owned slice and rule. Every rank
-    computes this from the same plans and so arrives at the same buffer layout.
+    A parameter is common if every rank has it with the same shape, dtype, owned slice and rule.
+    Every rank computes this from the same plans and so arrives at the same buffer layout.
     """
     reference = plans[leader]
     by_rank = {rank: {r.name: r for r in plan.replicas} for rank, plan in plans.items()}

@@ -27,7 +27,8 @@ class TpwatchError(Exception):
 class ConfigError(TpwatchError, ValueError):
     """A configuration knob has a value that breaks a rule.
 
-    Attributes: ``knob`` (dotted key), ``value`` (as given), ``rule`` (what must hold), ``remedy`` (what to do).
+    Attributes: ``knob`` (dotted key), ``value`` (as given), ``rule`` (what must hold), ``remedy``
+    (what to do).
     """
 
     def __init__(self, knob: str, value: object, rule: str, remedy: str) -> None:
@@ -42,7 +43,8 @@ class ConfigError(TpwatchError, ValueError):
 class AdapterUnavailable(TpwatchError, RuntimeError):
     """The framework asked for by name is not installed, too old or too new, or lacks a symbol.
 
-    Attributes: ``adapter``, ``found`` (version or ``"not installed"``), ``supported`` (range), ``missing`` (dotted symbol).
+    Attributes: ``adapter``, ``found`` (version or ``"not installed"``), ``supported`` (range),
+    ``missing`` (dotted symbol).
     """
 
     def __init__(self, adapter: str, found: str, supported: str, missing: str = "") -> None:
@@ -50,7 +52,7 @@ class AdapterUnavailable(TpwatchError, RuntimeError):
         symbol = f"; symbol {missing} is missing" if missing else ""
         super().__init__(
             f"adapter={adapter!r} cannot be used: found {found}, supported {supported}{symbol}. "
-            f"Install a supported version, or leave adapter='auto' to run unwatched."
+            "Install a supported version, or leave adapter='auto' to run unwatched."
         )
         self.adapter = adapter
         self.found = found
@@ -86,8 +88,10 @@ class RunDirectoryError(TpwatchError, RuntimeError):
         self.reason = reason
 
 
-class ReplicaFault(TpwatchError, RuntimeError):  # noqa: N818 - the contract names it a fault, not an error
-    """Raised on every rank of the replica group, at the same step, when ``on_fault: abort`` meets a fault.
+class ReplicaFault(TpwatchError, RuntimeError):
+    """Raised on every rank of the replica group, at the same step, when ``on_fault.
+
+    Abort`` meets a fault.
 
     Attributes: ``findings`` (the confirmed findings that stopped the run), ``step``.
     """

@@ -1,11 +1,16 @@
-"""One packed buffer over one replica group, and what comes back: layout, collectives, read-back, reduced view.
+"""One packed buffer over one replica group, and what comes back.
 
-A buffer is float64 `[2, half]`: columns `f` and `-f`, so that one all-reduce(MAX) brings MAX and MIN together.
-This file moves numbers and never interprets them; it knows tensors and process groups, not faults.
+Layout, collectives, read-back, reduced view.
 
-Layout of one half, n replicas: header (`HEADER`), then for the entry side `param` heads `[n, HEAD]`, `pre` heads
-`[n, HEAD]` and three flag columns `[3, n]`; for the exit side `post` heads `[n, HEAD]` and three flag columns. Both sides
-have the same, padded size, so that a mispaired collective shows in the header instead of hanging:
+A buffer is float64 `[2, half]`: columns `f` and `-f`, so that one all-reduce(MAX) brings MAX and
+MIN together. This file moves numbers and never interprets them; it knows tensors and process
+groups, not faults.
+
+Layout of one half, n replicas: header (`HEADER`), then for the entry side `param` heads `[n,
+HEAD]`, `pre` heads
+`[n, HEAD]` and three flag columns `[3, n]`; for the exit side `post` heads `[n, HEAD]` and three
+flag columns. Both sides have the same, padded size, so that a mispaired collective shows in the
+header instead of hanging:
 `2 * 8 * (2 * HEAD + 3) = 208` bytes per replica and side.
 """
 
@@ -21,7 +26,8 @@ from tpwatch.fingerprint.layout import HEAD
 from tpwatch.records import PointSpread, RowObservation
 
 HEADER = ("phase", "call", "step", "plan_lo", "plan_hi", "targets", "failed", "disabled")
-"""`phase`: 0 entry, 1 exit, 2 values only. `targets`: digest of what tier 2 is to gather. One column per flag: MAX is not OR."""
+"""`phase`: 0 entry, 1 exit, 2 values only. `targets`: digest of what tier 2 is to gather. One
+column per flag: MAX is not OR."""
 
 ENTRY, EXIT, VALUES = 0, 1, 2
 FLAGS = 3
@@ -45,7 +51,10 @@ class Layout:
         return torch.zeros(2, self.half, dtype=torch.float64, device=device)
 
     def heads(self, half: torch.Tensor, tensors: int) -> torch.Tensor:
-        """View `[tensors, HEAD]` of the heads block of a half; `tensors` is 2n on entry, n on exit."""
+        """View `[tensors, HEAD]` of the heads block of a half.
+
+        `tensors` is 2n on entry, n on exit.
+        """
         begin = len(HEADER)
         return half[begin : begin + tensors * HEAD].view(tensors, HEAD)
 
@@ -59,7 +68,10 @@ class Buffers:
     """The two send buffers of one replica group, allocated once, and the staging for their headers."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        """Allocate for `layout` on `device`; staging is pinned for CUDA, so that no copy waits for the host."""
+        """Allocate for `layout` on `device`.
+
+        Staging is pinned for CUDA, so that no copy waits for the host.
+        """
         self.layout = layout
         self.entry = layout.allocate(device)
         self.exit = layout.allocate(device)
@@ -77,7 +89,10 @@ class Buffers:
 
 
 class Exchange:
-    """Collectives over one replica group, counted. The only place of the package that calls one while training."""
+    """Collectives over one replica group, counted.
+
+    The only place of the package that calls one while training.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """`group` is the framework's own process group (None: the default group)."""
@@ -92,7 +107,10 @@ class Exchange:
         dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=self.group)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """All-gather equal-sized 1-D tensors: `[m]` on each rank to `[size, m]` in group-rank order."""
+        """All-gather equal-sized 1-D tensors.
+
+        `[m]` on each rank to `[size, m]` in group-rank order.
+        """
         self._count(tensor)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         dist.all_gather(parts, tensor, group=self.group)
@@ -104,7 +122,10 @@ class Exchange:
 
 
 class Pending:
-    """A reduced buffer on its way to the host: pinned memory, a side stream and an event on CUDA, a copy on CPU."""
+    """A reduced buffer on its way to the host.
+
+    Pinned memory, a side stream and an event on CUDA, a copy on CPU.
+    """
 
     def __init__(self, buffer: torch.Tensor, host: torch.Tensor) -> None:
         """Start the copy of `buffer` into `host` (same shape, pinned where the device is CUDA)."""
@@ -129,7 +150,10 @@ class Pending:
 
 
 class ReadBack:
-    """Two host buffers per side, used in turn: the copy of one check is read while the next one is on its way."""
+    """Two host buffers per side, used in turn.
+
+    The copy of one check is read while the next one is on its way.
+    """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         """Allocate the host buffers once, pinned for CUDA."""
@@ -178,10 +202,16 @@ def header_of(reduced: torch.Tensor) -> Header:
 
 
 class Reduced:
-    """Both sides of one check on the host, as MIN and MAX per column; rows are turned into records on demand."""
+    """Both sides of one check on the host, as MIN and MAX per column.
+
+    Rows are turned into records on demand.
+    """
 
     def __init__(self, layout: Layout, ranks: Sequence[int], entry: torch.Tensor, exit_: torch.Tensor | None) -> None:
-        """`entry` and `exit_` are reduced host buffers `[2, half]`; without an exit side (values only) post is empty."""
+        """`entry` and `exit_` are reduced host buffers `[2, half]`.
+
+        Without an exit side (values only) post is empty.
+        """
         n = layout.n
         self.ranks = ranks
         self.headers = [header_of(b) for b in (entry, exit_) if b is not None]
@@ -198,8 +228,8 @@ class Reduced:
     def signature(self) -> torch.Tensor:
         """int64 `[n]`: equal to the last check's where the picture of a row is unchanged in kind.
 
-        Packs the facts that rules branch on (bit-equality, presence, silence, non-finite, own gradient kept, rounded
-        factor), so that a steady, healthy row costs no Python at all.
+        Packs the facts that rules branch on (bit-equality, presence, silence, non-finite, own
+        gradient kept, rounded factor), so that a steady, healthy row costs no Python at all.
         """
         facts = [(hi[:, :2] == lo[:, :2]).all(1) for hi, lo in zip(self._heads_hi, self._heads_lo, strict=True)]
         facts += [hi[:, 3] == 0 for hi in self._heads_hi]
@@ -238,7 +268,11 @@ class Reduced:
         return [self._row(index, k, heads, flags) for k, index in enumerate(indices)]
 
     def _row(
-        self, index: int, k: int, heads: list[tuple[list[list[float]], list[list[float]]]], flags: list[list[list[float]]]
+        self,
+        index: int,
+        k: int,
+        heads: list[tuple[list[list[float]], list[list[float]]]],
+        flags: list[list[list[float]]],
     ) -> RowObservation:
         param, pre, post = (_spread(hi[k], lo[k]) for hi, lo in heads)
         before_hi, before_lo, after_hi, after_lo = (f[k] for f in flags)
@@ -269,10 +303,13 @@ def _spread(hi: Sequence[float], lo: Sequence[float]) -> PointSpread:
 
 
 def presence_flags(flags: torch.Tensor, present: Sequence[float], group_rank: int) -> None:
-    """Fill the entry flags `[3, n]`: presence, and two masked columns whose MAX and MIN are the ends of the absent ranks.
+    """Fill the entry flags `[3, n]`.
 
-    `present` is 1.0 with a gradient, 0.0 without, `OUTSIDE` if not handled. Where this rank is absent it sends its
-    group rank in both columns; where it is not, -1 towards MAX and a value above every rank towards MIN.
+    Presence, and two masked columns whose MAX and MIN are the ends of the absent ranks.
+
+    `present` is 1.0 with a gradient, 0.0 without, `OUTSIDE` if not handled. Where this rank is
+    absent it sends its group rank in both columns; where it is not, -1 towards MAX and a value
+    above every rank towards MIN.
     """
     flags[0] = torch.tensor(present, dtype=torch.float64)
     absent = flags[0] == 0.0
@@ -281,10 +318,12 @@ def presence_flags(flags: torch.Tensor, present: Sequence[float], group_rank: in
 
 
 def reduction_flags(flags: torch.Tensor, pre: torch.Tensor, post: torch.Tensor) -> None:
-    """Fill the exit flags `[3, n]` from own fingerprint rows `[n, ROW]`: kept, factor c, residual of post = c * pre.
+    """Fill the exit flags `[3, n]` from own fingerprint rows `[n, ROW]`.
 
-    c = <post, pre> / <pre, pre> on the sketches, which are linear; where pre is zero, c is 0 and the residual is 1
-    if post is not zero.
+    Kept, factor c, residual of post = c * pre.
+
+    c = <post, pre> / <pre, pre> on the sketches, which are linear; where pre is zero, c is 0 and
+    the residual is 1 if post is not zero.
     """
     flags[0] = (pre[:, :2] == post[:, :2]).all(1)
     before, after = pre[:, -_SKETCH:], post[:, -_SKETCH:]

@@ -1,9 +1,10 @@
 """Tier 2: gather what was flagged, over the group, and measure it. Knows tensors; names no fault.
 
-A deep check adds at most four collectives, whatever was flagged (two a side): one all-gather of full fingerprint
-rows, with the elements of small tensors behind them, and one elementwise all-reduce(MAX) of `[x, -x]` over the
-flagged tensors, within a byte budget that moves on from check to check. What is gathered is decided by the caller
-from reduced data and the step number alone, so that every rank enters the same collectives.
+A deep check adds at most four collectives, whatever was flagged (two a side): one all-gather of
+full fingerprint rows, with the elements of small tensors behind them, and one elementwise
+all-reduce(MAX) of `[x, -x]` over the flagged tensors, within a byte budget that moves on from check
+to check. What is gathered is decided by the caller from reduced data and the step number alone, so
+that every rank enters the same collectives.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from tpwatch._guard import Guard
 from tpwatch.config import Config
-from tpwatch.exchange import Exchange
 from tpwatch.fingerprint.layout import ROW
 from tpwatch.records import Evidence, Spread, WatchPlan
 
@@ -25,6 +26,18 @@ HASH, L2, ABSMAX, SKETCH = slice(0, 2), 1 + 1, 3, slice(ROW - 16, ROW)
 
 SKETCH_NOISE = 1.0 / math.sqrt(2 * 16)
 """Relative standard deviation of a norm estimated from 16 sketch coordinates (FINGERPRINTS D)."""
+
+
+class Collectives(Protocol):
+    """What is asked of an exchange."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """All-gather equal-sized 1-D tensors: `[m]` on each rank to `[size, m]` in group-rank order."""
+        ...
+
+    def reduce_max(self, buffer: torch.Tensor) -> None:
+        """All-reduce(MAX) in place."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +63,12 @@ class Explainer:
     """Gathers and measures flagged rows of one plan. One instance per replica group."""
 
     def __init__(
-        self, plan: WatchPlan, exchange: Exchange, config: Config, guard: Guard, device: torch.device
+        self,
+        plan: WatchPlan,
+        exchange: Collectives,
+        config: Config,
+        guard: Guard,
+        device: torch.device,
     ) -> None:
         """Start with nothing gathered."""
         self._plan = plan
@@ -82,13 +100,19 @@ class Explainer:
         self._before = _Side(gathered, self._spread(values, self._chosen[0], self._value_sizes()))
 
     def gather_after(self, rows: torch.Tensor, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Exit side: `rows` is `[n, ROW]` of gradients after the reduction. Same targets as on entry."""
+        """Exit side: `rows` is `[n, ROW]` of gradients after the reduction.
+
+        Same targets as on entry.
+        """
         blocks = [rows[[r.index for r in self._requests]].flatten()]
         gathered = self._gather(blocks, gradients)
         self._after = _Side(gathered, self._spread(gradients, self._chosen[1], self._grad_sizes()))
 
     def conclude(self) -> dict[int, Evidence]:
-        """Evidence per flagged row of the last deep check; empty if there was none, or only one side of it."""
+        """Evidence per flagged row of the last deep check.
+
+        Empty if there was none, or only one side of it.
+        """
         before, after, requests = self._before, self._after, self._requests
         self._before = self._after = None
         self._requests = ()
@@ -96,7 +120,13 @@ class Explainer:
             return {}
         spreads = self._measure(before.spreads, self._chosen[0], self._value_sizes(), floor=self._rel_floor)
         moved = self._measure(after.spreads, self._chosen[1], self._grad_sizes(), floor=None)
-        cut = _Cut(self._plan, [r.index for r in requests], self._is_exact, before.gathered.cpu(), after.gathered.cpu())
+        cut = _Cut(
+            self._plan,
+            [r.index for r in requests],
+            self._is_exact,
+            before.gathered.cpu(),
+            after.gathered.cpu(),
+        )
         return {
             r.index: cut.evidence(k, spreads.get(r.index), moved.get(r.index))
             for k, r in enumerate(requests)
@@ -135,7 +165,10 @@ class Explainer:
         sizes: list[int],
         total: int,
     ) -> torch.Tensor:
-        """One float64 payload of the agreed size, whatever fails here; infinities mark it as meaningless."""
+        """One float64 payload of the agreed size, whatever fails here.
+
+        Infinities mark it as meaningless.
+        """
 
         def build() -> torch.Tensor:
             pieces = [self._elements(tensors[i], size) for i, size in zip(indices, sizes, strict=True)]
@@ -192,8 +225,8 @@ class Explainer:
 def spread(hi: torch.Tensor, lo: torch.Tensor, floor: float | None) -> Spread:
     """Elementwise spread from MAX and MIN over the group.
 
-    max_rel is the largest (MAX - MIN) / max(|MAX|, |MIN|) over elements above `floor`; without one (gradients have no
-    natural scale) the floor is a thousandth of the largest element.
+    max_rel is the largest (MAX - MIN) / max(|MAX|, |MIN|) over elements above `floor`; without one
+    (gradients have no natural scale) the floor is a thousandth of the largest element.
     """
     gap = hi - lo
     size = torch.maximum(hi.abs(), lo.abs())
@@ -202,7 +235,11 @@ def spread(hi: torch.Tensor, lo: torch.Tensor, floor: float | None) -> Spread:
     relative = torch.where(counted, gap / size.clamp_min(1e-300), torch.zeros_like(gap))
     top = (float(gap.max()), float(relative.max())) if gap.numel() else (0.0, 0.0)
     return Spread(
-        max_abs=top[0], max_rel=top[1], differing=int((gap > 0).sum()), elements=gap.numel(), l2=float(gap.norm())
+        max_abs=top[0],
+        max_rel=top[1],
+        differing=int((gap > 0).sum()),
+        elements=gap.numel(),
+        l2=float(gap.norm()),
     )
 
 
@@ -210,7 +247,12 @@ class _Cut:
     """Cuts the gathered blocks of both sides into evidence per target."""
 
     def __init__(
-        self, plan: WatchPlan, at: list[int], is_exact: object, before: torch.Tensor, after: torch.Tensor
+        self,
+        plan: WatchPlan,
+        at: list[int],
+        is_exact: object,
+        before: torch.Tensor,
+        after: torch.Tensor,
     ) -> None:
         """`before` and `after` are `[size, m]` on the host."""
         m = len(at)
@@ -258,7 +300,7 @@ class _Cut:
 
 
 def deviation(x: torch.Tensor, square: torch.Tensor) -> float:
-    """sqrt(mean_r |x_r - mean x|^2 / mean_r |x_r|^2) of `[size, m]` rows with squared norms `[size]`; 0 if all are zero."""
+    """sqrt(mean_r |x_r - mean x|^2 / mean_r |x_r|^2) of `[size, m]` rows with squared norms `[size]`; 0 of zeros."""
     mean_square = float(square.mean())
     if mean_square <= 0.0:
         return 0.0
@@ -277,10 +319,12 @@ _ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 def _tolerance(dtype: str, size: int, scale: float, length: float) -> float:
-    """Residual that rounding explains: 2u sqrt(N) max|g_r| / |post| (FINGERPRINTS D), u from the parameter's dtype.
+    """Residual that rounding explains.
 
-    Gradients may be kept in a wider type than the parameter; the coarser one is assumed, which errs towards
-    "ambiguous". The float32 term covers a bucket that was scaled or flattened on the way.
+    2u sqrt(N) max|g_r| / |post| (FINGERPRINTS D), u from the parameter's dtype.
+
+    Gradients may be kept in a wider type than the parameter; the coarser one is assumed, which errs
+    towards "ambiguous". The float32 term covers a bucket that was scaled or flattened on the way.
     """
     unit = _ROUNDOFF.get(dtype, 2.0**-21)
     return 2.0 * unit * math.sqrt(size) * scale / length if length > 0 else 0.0

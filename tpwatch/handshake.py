@@ -1,9 +1,11 @@
-"""Agreement through the job's key-value store, without a collective: first writer decides, everyone obeys.
+"""Agreement through the job's key-value store, without a collective.
 
-Used before any tpwatch collective exists (attach), and wherever ranks must act together at a point that no buffer
-header covers (final check, a lost wrapper, a finalizer that never runs). A meeting has a timeout; a rank that is not
-there makes it fail for everyone, never hang. Two ranks can not come to different conclusions: the decision is one
-key that `compare_set` writes once.
+First writer decides, everyone obeys.
+
+Used before any tpwatch collective exists (attach), and wherever ranks must act together at a point
+that no buffer header covers (final check, a lost wrapper, a finalizer that never runs). A meeting
+has a timeout; a rank that is not there makes it fail for everyone, never hang. Two ranks can not
+come to different conclusions: the decision is one key that `compare_set` writes once.
 
 Knows keys and JSON; not what is being agreed on.
 """
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 Payload = Mapping[str, Any]
 Judge = Callable[[Mapping[int, Payload]], str]
@@ -26,7 +29,7 @@ _ON = "on"
 _POLL_FIRST, _POLL_LONGEST = 0.002, 0.1
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The store that `init_process_group` used. torch has no public name for it."""
     return dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
@@ -35,7 +38,7 @@ def default_store() -> dist.Store:
 class Meeting:
     """One named agreement between `ranks` (global); the first of them collects and proposes."""
 
-    store: dist.Store
+    store: Store
     name: str
     rank: int
     ranks: Sequence[int]
@@ -43,7 +46,10 @@ class Meeting:
     """Seconds the leader waits for the others; the others wait a little longer for the leader."""
 
     def hold(self, payload: Payload, judge: Judge = lambda _payloads: "") -> str:
-        """Post `payload` and wait for the decision: empty if all agreed, else the reason, the same on every rank."""
+        """Post `payload` and wait for the decision.
+
+        Empty if all agreed, else the reason, the same on every rank.
+        """
         self.store.set(self._key("said", self.rank), json.dumps(payload))
         if self.rank == self.ranks[0]:
             return self._decide(self._collect(judge))
@@ -89,7 +95,10 @@ class Meeting:
         return f"tpwatch/{self.name}/{what}" if rank is None else f"tpwatch/{self.name}/{what}/{rank}"
 
     def _poll(self, keys: list[str], timeout: float) -> bool:
-        """Wait for keys without blocking inside the store: a blocking wait holds the client that others may need."""
+        """Wait for keys without blocking inside the store.
+
+        A blocking wait holds the client that others may need.
+        """
         deadline, pause = time.monotonic() + timeout, _POLL_FIRST
         while not self.store.check(keys):
             if time.monotonic() >= deadline:
@@ -99,6 +108,9 @@ class Meeting:
         return True
 
 
-def next_round(store: dist.Store, what: str, rank: int) -> int:
-    """How often this rank has come to `what` so far, from 1: the same number on every rank for the same meeting."""
+def next_round(store: Store, what: str, rank: int) -> int:
+    """How often this rank has come to `what` so far, from 1.
+
+    The same number on every rank for the same meeting.
+    """
     return int(store.add(f"tpwatch/round/{what}/{rank}", 1))

@@ -1,8 +1,9 @@
 """A thread that waits for read-backs the training thread must not wait for.
 
-In deferred mode a gradient that is missing on one rank makes the framework's own reduction hang, and with it the
-training thread, before anything was said. The lookout polls the read-back of the entry side and calls back when it has
-arrived. It never touches a collective, a device queue or the training state. Knows events, not what they carry.
+In deferred mode a gradient that is missing on one rank makes the framework's own reduction hang,
+and with it the training thread, before anything was said. The lookout polls the read-back of the
+entry side and calls back when it has arrived. It never touches a collective, a device queue or the
+training state. Knows events, not what they carry.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from typing import Protocol, TypeVar
 
 POLL_SECONDS = 0.02
 
-T = TypeVar("T", covariant=True)
+T_co = TypeVar("T_co", covariant=True)
 
 
-class Arriving(Protocol[T]):
+class Arriving(Protocol[T_co]):
     """Something on its way."""
 
     def ready(self) -> bool:
         """True if it has arrived; never waits."""
         ...
 
-    def wait(self) -> T:
+    def wait(self) -> T_co:
         """The thing itself."""
         ...
 
 
 class Lookout:
-    """One daemon thread, started when first needed; at most a few things are under way at a time."""
+    """One daemon thread, started when first needed.
+
+    At most a few things are under way at a time.
+    """
 
     def __init__(self) -> None:
         """No thread yet."""
@@ -38,7 +42,7 @@ class Lookout:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, arriving: Arriving[T], tell: Callable[[T], None]) -> None:
+    def watch(self, arriving: Arriving[T_co], tell: Callable[[T_co], None]) -> None:
         """Call `tell` on the lookout's thread once `arriving` is ready. `tell` must not raise."""
 
         def done() -> bool:

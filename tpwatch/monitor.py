@@ -141,9 +141,7 @@ class Monitor:
         check.collectives_before, check.bytes_before = exchange.collectives, exchange.bytes
         return check
 
-    def _send(
-        self, check: Check, phase: int, buffer: torch.Tensor, pack: Callable[[Check], None]
-    ) -> Pending:
+    def _send(self, check: Check, phase: int, buffer: torch.Tensor, pack: Callable[[Check], None]) -> Pending:
         """Fill, seal and reduce one buffer. Whatever fails locally, the collective is joined with a void one."""
         packed = self.guard.attempt("fingerprint", pack, check)
         if not packed.ok:

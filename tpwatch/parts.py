@@ -28,7 +28,8 @@ class Look:
 
     gradients: Sequence[torch.Tensor | None]
     present: Sequence[float]
-    """1.0 with a gradient, 0.0 without, `OUTSIDE` if this call does not handle it or it is not owned here."""
+    """1.0 with a gradient, 0.0 without, `OUTSIDE` if this call does not handle it or it is not
+      owned here."""
 
 
 class Source(Protocol):

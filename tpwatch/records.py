@@ -1,7 +1,7 @@
 """Frozen records that the stages pass to each other, and their JSON form.
 
-Knows plain Python values only: no torch, no framework, no files. A tensor never gets in here; what does is
-a name, a number or a rank. Ranks are global ranks of the job everywhere in this file.
+Knows plain Python values only: no torch, no framework, no files. A tensor never gets in here; what
+does is a name, a number or a rank. Ranks are global ranks of the job everywhere in this file.
 """
 
 from __future__ import annotations
@@ -44,9 +44,11 @@ class ReplicaSpec:
     shape: tuple[int, ...]
     dtype: str
     grad_start: int
-    """First flat element of the gradient this data-parallel rank owns (0 unless a distributed optimizer)."""
+    """First flat element of the gradient this data-parallel rank owns (0 unless a distributed
+    optimizer)."""
     grad_stop: int
-    """One past the last owned element; equal to ``grad_start`` where the gradient is not owned here."""
+    """One past the last owned element; equal to ``grad_start`` where the gradient is not owned
+    here."""
     rule: Rule
     """What the framework's markers (or a declaration) say will be done to the gradient."""
     declared: bool = False
@@ -77,7 +79,10 @@ class WatchPlan:
 
     @property
     def digest(self) -> int:
-        """64-bit hash of names, shapes, dtypes, owned slices, rules and order; equal on ranks whose plans are."""
+        """64-bit hash of names, shapes, dtypes, owned slices, rules and order.
+
+        Equal on ranks whose plans are.
+        """
         text = json.dumps([asdict(r) for r in self.replicas], sort_keys=True)
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
@@ -126,14 +131,17 @@ class RowObservation:
     pre: PointSpread
     post: PointSpread
     in_scope: bool
-    """False if this finalizer call did not handle the parameter (another model chunk) or it is not owned."""
+    """False if this finalizer call did not handle the parameter (another model chunk) or it is not
+    owned."""
     present_lo: bool
     present_hi: bool
     absent: tuple[int, ...]
-    """Lowest and highest global rank without a gradient (one entry if they are the same; empty if none)."""
+    """Lowest and highest global rank without a gradient (one entry if they are the same; empty if
+    none)."""
     kept_lo: bool
     kept_hi: bool
-    """Own gradient after the reduction is bit-identical to own gradient before it: on all, on some ranks."""
+    """Own gradient after the reduction is bit-identical to own gradient before it: on all, on some
+    ranks."""
     scale_lo: float
     scale_hi: float
     """Least-squares factor c of own post = c * own pre, smallest and largest over the group."""
@@ -151,7 +159,8 @@ class Spread:
     differing: int
     elements: int
     l2: float = 0.0
-    """Euclidean norm of MAX - MIN: grows with every element that moves, where max_abs waits for the worst one."""
+    """Euclidean norm of MAX - MIN: grows with every element that moves, where max_abs waits for the
+    worst one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +173,8 @@ class Evidence:
     deviation_param: float
     deviation_pre: float
     deviation_post: float
-    """sqrt(mean |x_r - mean x|^2 / mean |x_r|^2): 0 for copies, about 0.7 for two independent partials."""
+    """sqrt(mean |x_r - mean x|^2 / mean |x_r|^2): 0 for copies, about 0.7 for two independent
+    partials."""
     residual_sum: float
     residual_avg: float
     """max_r |post_r - P| / |post| for P the sum and the mean of the pre tensors."""
@@ -186,7 +196,10 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One fault of one parameter: its root cause, what was seen, and what to do (contract: DESIGN section 6)."""
+    """One fault of one parameter: its root cause, what was seen, and what to do (contract.
+
+    DESIGN section 6).
+    """
 
     kind: str
     code: str
@@ -215,7 +228,10 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What makes two findings of different groups or steps the same fault: kind and parameter."""
+        """What makes two findings of different groups or steps the same fault.
+
+        Kind and parameter.
+        """
         return (self.kind, self.parameter)
 
     @property

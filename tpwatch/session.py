@@ -1,17 +1,20 @@
-"""Attaching: examine the host, agree with every rank through the store, then build the monitor and wrap the seams.
+"""Attaching.
 
-No tpwatch collective happens before every rank of the job has said it is ready: one unattached rank would pair our
-all-reduce with one of the framework's own and corrupt it silently. If any rank is missing, disabled, of another version
-or configuration, all stay off, with one warning.
+Examine the host, agree with every rank through the store, then build the monitor and wrap the
+seams.
+
+No tpwatch collective happens before every rank of the job has said it is ready: one unattached rank
+would pair our all-reduce with one of the framework's own and corrupt it silently. If any rank is
+missing, disabled, of another version or configuration, all stay off, with one warning.
 """
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +38,12 @@ from tpwatch.monitor import Monitor
 from tpwatch.parts import Parts
 from tpwatch.records import WatchPlan
 from tpwatch.report.summary import summarize
-from tpwatch.watch import Membership, Watch
+from tpwatch.watch import Engine, Membership, Watch
 
 logger = logging.getLogger("tpwatch")
 
 
-def attach(
+def attach(  # noqa: PLR0913 - the contract of DESIGN section 6
     model: Any,  # noqa: ANN401 - a module or a list of model chunks of any framework
     optimizer: Any,  # noqa: ANN401
     config: Config | Mapping[str, Any] | None = None,
@@ -49,7 +52,9 @@ def attach(
     groups: Groups | None = None,
     mesh: Any = None,  # noqa: ANN401
 ) -> Watch:
-    """Watch the replicated parameters of `model`. Call on every rank, after the optimizer exists; not a collective.
+    """Watch the replicated parameters of `model`.
+
+    Call on every rank, after the optimizer exists; not a collective.
 
     Args:
         model: a module, or the list of model chunks of this rank.
@@ -73,7 +78,11 @@ def attach(
     if chosen is None:
         return _inert(settings, guard, "no supported framework is installed (Megatron-core 0.16 to 0.19)")
     if not (dist.is_available() and dist.is_initialized()):
-        return _inert(settings, guard, "torch.distributed is not initialised: there is one rank and nothing to compare")
+        return _inert(
+            settings,
+            guard,
+            "torch.distributed is not initialised: there is one rank and nothing to compare",
+        )
     _refuse_lonely_abort(settings, chosen, groups)
     session = Session(settings, guard, chosen)
     outcome = guard.attempt("attach", session.open, model, optimizer, groups)
@@ -85,10 +94,11 @@ def _refuse_lonely_abort(config: Config, adapter: Adapter, groups: Groups | None
     size = dist.get_world_size(adapter.group(groups)[1])
     if config.on_fault == "abort" and size != dist.get_world_size():
         rule = (
-            f"needs one replica group, and this job of {dist.get_world_size()} ranks has groups of {size}: "
-            "the ranks of other groups would be left in a collective"
+            f"needs one replica group, and this job of {dist.get_world_size()} ranks has groups of"
+            f" {size}: the ranks of other groups would be left in a collective"
         )
-        raise ConfigError("on_fault", "abort", rule, "Use on_fault: warn, or abort with TP spanning the whole job.")
+        remedy = "Use on_fault: warn, or abort with TP spanning the whole job."
+        raise ConfigError("on_fault", "abort", rule, remedy)  # noqa: EM101 - knob and value, not a message
 
 
 def _inert(config: Config, guard: Guard, reason: str) -> Watch:
@@ -105,7 +115,10 @@ class Agreed:
 
 
 class Session:
-    """One attach: from the examination of the host to a Watch that is installed, or the reason why not."""
+    """One attach.
+
+    From the examination of the host to a Watch that is installed, or the reason why not.
+    """
 
     def __init__(self, config: Config, guard: Guard, adapter: Adapter) -> None:
         """Nothing happens yet."""
@@ -174,7 +187,7 @@ class Session:
 
     # -------------------------------------------------------------------------------------- building
 
-    def _build(self, host: Host, agreed: Agreed, directory: str) -> tuple[Monitor, RunLog | None, str]:
+    def _build(self, host: Host, agreed: Agreed, directory: str) -> tuple[Monitor, str]:
         plan = agreed.discovery.plan
         fingerprinter = choose_fingerprinter(host.device, self.config.fingerprint)
         log = self._log(host, plan, directory, fingerprinter.name, fingerprinter.reason)
@@ -185,33 +198,45 @@ class Session:
             diagnosis=Diagnosis(plan, self.config, loss_scaler=host.loss_scaler),
             recorder=recorder, device=host.device,
         )  # fmt: skip
-        return Monitor(parts, self.config, self.guard), log, directory
+        return Monitor(parts, self.config, self.guard), directory
 
     def _log(self, host: Host, plan: WatchPlan, directory: str, name: str, reason: str) -> RunLog | None:
         """Event file of the group, and `meta.json` by rank 0; None on ranks that write nothing."""
         if self.rank == 0:
-            write_meta(directory, {"tpwatch": tpwatch.__version__, "world_size": len(self.world), **host.versions})
+            write_meta(
+                directory,
+                {"tpwatch": tpwatch.__version__, "world_size": len(self.world), **host.versions},
+            )
         if self.rank != plan.ranks[0]:
             return None
         log = RunLog(directory, plan.group, incarnation=f"{self.round}-{os.getpid()}")
-        versions = {"tpwatch": tpwatch.__version__, "torch": torch.__version__, "python": platform.python_version()}
-        facts = {"fingerprint": {"name": name, "reason": reason}, "versions": {**versions, **host.versions}}
+        versions = {
+            "tpwatch": tpwatch.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        facts = {
+            "fingerprint": {"name": name, "reason": reason},
+            "versions": {**versions, **host.versions},
+        }
         log.start(plan, self.config.start_step, self.config, **facts)
         return log
 
-    def _install(self, host: Host, built: tuple[Monitor, RunLog | None, str], agreed: Agreed) -> Watch:
-        monitor, log, directory = built
+    def _install(self, host: Host, built: tuple[Monitor, str], agreed: Agreed) -> Watch:
+        monitor, directory = built
         plan = monitor.parts.plan
-        who = Membership(self.rank, plan.ranks, self.world)
-        closing: list[Callable[[], None]] = []
-        if log and isinstance(monitor.parts.recorder, Leader):
-            recorder = monitor.parts.recorder
-            closing.append(lambda: recorder.close(monitor.parts.diagnosis.findings, lambda: watch.last_step))
-        summary = (lambda: _summarize(directory)) if self.rank == 0 else None
-        watch = Watch(
-            self.config, self.guard, monitor=monitor, membership=who, directory=directory,
-            closing=closing, summary=summary,
-        )  # fmt: skip
+        recorder = monitor.parts.recorder
+
+        def close(step: int) -> None:
+            if isinstance(recorder, Leader):
+                recorder.close(monitor.parts.diagnosis.findings, step)
+
+        def conclude() -> None:
+            if self.rank == 0:
+                write_summary(directory, summarize(directory))
+
+        membership = Membership(self.rank, plan.ranks, self.world)
+        watch = Watch(self.config, self.guard, Engine(monitor, membership, directory, close, conclude))
         self._say(monitor, agreed)
         watch.install(host.install(watch))
         return watch
@@ -265,16 +290,12 @@ def _any_failed(heard: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _default_directory() -> str:
-    stamp = datetime.datetime.now(tz=datetime.timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return os.path.join("tpwatch-runs", f"{stamp}-{os.getpid()}")  # noqa: PTH118 - a string that travels
+    stamp = dt.datetime.now(tz=dt.timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return f"tpwatch-runs/{stamp}-{os.getpid()}"
 
 
 def _shared_directory(out: str) -> str:
     return os.path.abspath(out)  # noqa: PTH100 - ranks may change directory later
-
-
-def _summarize(directory: str) -> None:
-    write_summary(directory, summarize(directory))
 
 
 __all__ = ["Session", "attach"]

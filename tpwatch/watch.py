@@ -1,8 +1,10 @@
-"""A Watch: what `tpwatch.attach` returns. Knows when a step begins and ends; the monitor knows what a check is.
+"""A Watch: what `tpwatch.attach` returns.
 
-Translates the calls an adapter's seams make (finalizer entered, left, optimizer about to step, optimizer stepped) into
-checks, counts them, and notices a finalizer that did not run, ran twice or was replaced. Every call comes through the
-guard; only `ReplicaFault` gets out.
+Knows when a step begins and ends; the monitor knows what a check is.
+
+Translates the calls an adapter's seams make (finalizer entered, left, optimizer about to step,
+optimizer stepped) into checks, counts them, and notices a finalizer that did not run, ran twice or
+was replaced. Every call comes through the guard; only `ReplicaFault` gets out.
 """
 
 from __future__ import annotations
@@ -23,8 +25,12 @@ from tpwatch.records import Finding, StepReport
 
 logger = logging.getLogger("tpwatch")
 
+COLLECTIVE = frozenset({"entry", "exit", "values check"})
+"""Calls that hold a collective: where one fails, this rank cannot know what its peers are waiting for."""
+
 FINISH_TIMEOUT = 30.0
-"""Seconds that the last meetings of a run may take: at the end of training nobody waits two minutes for a monitor."""
+"""Seconds that the last meetings of a run may take: at the end of training nobody waits two minutes
+for a monitor."""
 
 
 class Seams(Protocol):
@@ -39,7 +45,10 @@ class Seams(Protocol):
         ...
 
     def remove(self) -> Sequence[str]:
-        """Put the host's own objects back; return a note for each one that could only be made a pass-through."""
+        """Put the host's own objects back.
+
+        Return a note for each one that could only be made a pass-through.
+        """
         ...
 
     def iteration(self) -> int | None:
@@ -60,33 +69,37 @@ class Membership:
     world_ranks: Sequence[int]
 
 
-class Watch:
-    """Handle on a watched model. Use `findings`, `last_report`, `check()`, `detach()`, or a `with` block.
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a Watch drives, on a rank that takes part."""
 
-    Without a monitor it is inert: nothing is watched, `reason` says why, and every method is a no-op.
+    monitor: Monitor
+    membership: Membership
+    directory: str
+    """The run directory."""
+    close: Callable[[int], None]
+    """Write the last word, given the last step, and close the log."""
+    summarize: Callable[[], None]
+    """Derive `summary.json` from the event files; does nothing but on rank 0."""
+
+
+class Watch:
+    """Handle on a watched model.
+
+    Use `findings`, `last_report`, `check()`, `detach()`, or a `with` block.
+
+    Without a monitor it is inert: nothing is watched, `reason` says why, and every method is a
+    no-op.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        guard: Guard,
-        *,
-        monitor: Monitor | None = None,
-        membership: Membership | None = None,
-        reason: str = "",
-        directory: str = "",
-        closing: Sequence[Callable[[], None]] = (),
-        summary: Callable[[], None] | None = None,
-    ) -> None:
-        """Built by `attach`; `closing` and then `summary` run at the end (close the log, write the summary)."""
+    def __init__(self, config: Config, guard: Guard, engine: Engine | None = None, *, reason: str = "") -> None:
+        """Built by `attach`, which gives an inert one no engine but a reason."""
         self.config = config
         self.reason = reason
-        self.directory = directory
-        self._summary = summary
+        self.directory = engine.directory if engine else ""
         self._guard = guard
-        self._monitor = monitor
-        self._membership = membership
-        self._closing = list(closing)
+        self._engine = engine
+        self._monitor = engine.monitor if engine else None
         self._seams: Seams | None = None
         self._step = config.start_step + 1
         self._calls = 0
@@ -123,11 +136,17 @@ class Watch:
         self._step = step
 
     def check(self) -> None:
-        """Compare the values now. A collective over the replica group: call it on every rank, outside a step."""
+        """Compare the values now.
+
+        A collective over the replica group: call it on every rank, outside a step.
+        """
         self._run("values check", lambda monitor: monitor.check_values(self._step - 1))
 
     def finish(self) -> None:
-        """A normal end: one last comparison of values if every rank agrees to it in time, then `detach`."""
+        """A normal end.
+
+        One last comparison of values if every rank agrees to it in time, then `detach`.
+        """
         if self.enabled and self._meet("finish", everyone=True):
             self.check()
         self._close(last_word=True, wait=True)
@@ -140,12 +159,15 @@ class Watch:
         """Stop watching and put the host's own objects back. Idempotent; not a collective."""
         self._close(last_word=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watch:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         """Watch until the block ends."""
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         """`finish` on a normal exit, `abandon` on an exception."""
         if kind is None:
@@ -177,7 +199,10 @@ class Watch:
         self._run("exit", lambda monitor: monitor.after_reduction())
 
     def gradients_ready(self) -> None:
-        """The optimizer is about to use the gradients. May come twice in a step; only the first counts."""
+        """The optimizer is about to use the gradients.
+
+        May come twice in a step; only the first counts.
+        """
         if not self.enabled or self._ready_seen:
             return
         self._ready_seen = True
@@ -204,8 +229,9 @@ class Watch:
     def _finalizer_skipped(self) -> None:
         """Our wrapper was not called: the host has replaced it, or the finalizer did not run.
 
-        Neither joins a collective in this step. A replaced wrapper is put back, and a finalizer that never ran is
-        looked at once in its place, where all ranks agree to that through the store.
+        Neither joins a collective in this step. A replaced wrapper is put back, and a finalizer
+        that never ran is looked at once in its place, where all ranks agree to that through the
+        store.
         """
         monitor, seams = self._monitor, self._seams
         if monitor is None:
@@ -231,9 +257,9 @@ class Watch:
 
     def _meet(self, what: str, *, everyone: bool = False) -> bool:
         """Agree with the replica group (or the whole job) to do `what` now."""
-        who = self._membership
-        if who is None:
+        if self._engine is None:
             return False
+        who = self._engine.membership
 
         def meet() -> str:
             store, ranks = default_store(), who.world_ranks if everyone else who.group_ranks
@@ -251,11 +277,14 @@ class Watch:
         self._run("note", lambda monitor: monitor.parts.recorder.note(self._step, text))
 
     def _run(self, what: str, act: Callable[[Monitor], None]) -> None:
-        """Every call into the monitor: through the guard, and never again after a collective has failed."""
+        """Every call into the monitor.
+
+        Through the guard, and never again after a collective has failed.
+        """
         if not self.enabled or self._monitor is None:
             return
         monitor = self._monitor
-        if not self._guard.attempt(what, act, monitor).ok and what in ("entry", "exit", "values check"):
+        if not self._guard.attempt(what, act, monitor).ok and what in COLLECTIVE:
             monitor.watching = False
             logger.warning("tpwatch: off on this rank after a failed collective: %s", self._guard.last_error)
 
@@ -267,12 +296,12 @@ class Watch:
             self._run("last check", lambda monitor: monitor.catch_up())
         self._closed = True
         if self._monitor is not None:
-            self._monitor.close()
+            self._guard.attempt("closing the lookout", self._monitor.close)
         for note in (self._guard.attempt("detach", self._seams.remove).value or ()) if self._seams else ():
             logger.warning("tpwatch: %s", note)
-        for step in self._closing:
-            self._guard.attempt("closing", step)
+        if self._engine is None:
+            return
+        self._guard.attempt("closing", self._engine.close, self.last_step)
         if wait:
             self._meet("closed", everyone=True)
-        if self._summary is not None:
-            self._guard.attempt("writing the summary", self._summary)
+        self._guard.attempt("writing the summary", self._engine.summarize)

@@ -65,9 +65,16 @@ def watched(directory: Path) -> list[str]:
 
 
 def ranks(
-    command: list[str], world: int, *, env: list[dict[str, str]] | None = None, timeout: float = 90.0
+    command: list[str],
+    world: int,
+    *,
+    env: list[dict[str, str]] | None = None,
+    timeout: float = 90.0,
 ) -> Ended:
-    """Run one Python command per rank, each with its own environment; kill what outlives the timeout."""
+    """Run one Python command per rank, each with its own environment.
+
+    Kill what outlives the timeout.
+    """
     port, started = _free_port(), time.monotonic()
     extra = env or [{} for _ in range(world)]
     processes = [
@@ -92,4 +99,12 @@ def ranks(
 
 def worker(name: str, out: Path, steps: int = 6, *options: str, tp: int = 2) -> list[str]:
     """Command line of one lab process."""
-    return ["-m", "tpwatch.lab.worker", f"--fault={name}", f"--tp={tp}", f"--steps={steps}", f"--out={out}", *options]
+    return [
+        "-m",
+        "tpwatch.lab.worker",
+        f"--fault={name}",
+        f"--tp={tp}",
+        f"--steps={steps}",
+        f"--out={out}",
+        *options,
+    ]

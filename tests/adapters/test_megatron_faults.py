@@ -1,4 +1,7 @@
-"""Every fault of the catalogue on real Megatron-core: named, with its parameters and first step, and nothing else."""
+"""Every fault of the catalogue on real Megatron-core.
+
+Named, with its parameters and first step, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,7 @@ from tpwatch.lab.launch import Job
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(400)]
 
-NAMED = tuple(
-    f.name for f in catalog.FAULTS if not f.wedges and not f.transformer_engine
-)
+NAMED = tuple(f.name for f in catalog.FAULTS if not f.wedges and not f.transformer_engine)
 CONTROLS = tuple(f.name for f in catalog.CONTROLS)
 PROTOCOLS = tuple(f.name for f in catalog.PROTOCOLS)
 INITIAL = {"init-mismatch"}
@@ -64,7 +65,7 @@ def test_exactly_the_faulty_parameters_are_causes(runs: Runs, name: str, tp: int
     expected = _runs.faulty(name, _runs.watched(runs.directory(NAMED, tp, 6, name)))
     assert found["verdict"] == "faults"
     assert {f["kind"] for f in causes.values()} == {fault.kind}
-    first = {n: 0 for n in expected} if fault.kind in INITIAL else expected
+    first = dict.fromkeys(expected, 0) if fault.kind in INITIAL else expected
     assert {n: f["first_step"] for n, f in causes.items()} == first
     assert found["unverified"] == []
 
@@ -112,7 +113,10 @@ def test_an_unsynced_module_shows_its_unsummed_gradient(runs: Runs) -> None:
 
 @pytest.mark.parametrize("tp", [2, 4])
 def test_masked_prompts_name_the_ranks_whose_gradient_is_zero(runs: Runs, tp: int) -> None:
-    """In the last layer every rank but the last has an exactly zero gradient: those ranks are named."""
+    """In the last layer every rank but the last has an exactly zero gradient.
+
+    Those ranks are named.
+    """
     causes = _runs.causes(runs.get(NAMED, tp, 6)["lora-unsummed"])
     for name in catalog.get("lora-unsummed").zero_ranked(causes):
         assert causes[name]["evidence"]["zero_ranks"] == list(range(tp - 1))
@@ -125,7 +129,7 @@ def test_drift_grows_over_thirty_steps(runs: Runs) -> None:
     checks = [c for c in _runs.events(directory, "check") if c["call"]]
     early, late = checks[2:8], checks[-6:]
     for measure in ("max_abs", "max_rel"):
-        assert 0 < min(c[measure] for c in early)
+        assert min(c[measure] for c in early) > 0
         assert max(c[measure] for c in late) > max(c[measure] for c in early)
     assert checks[0]["differing"]["param"] == 0
     assert late[-1]["differing"]["param"] > early[0]["differing"]["param"]
@@ -138,7 +142,10 @@ def test_the_drift_of_p0_is_a_warning_within_six_steps(runs: Runs) -> None:
 
 
 def test_a_finalizer_that_never_runs_is_named(runs: Runs) -> None:
-    """Every step counts; replicas are compared once in its place; no second alarm for what follows."""
+    """Every step counts; replicas are compared once in its place.
+
+    No second alarm for what follows.
+    """
     found = runs.get(PROTOCOLS, 2, 6)["finalizer-skipped"]
     (finding,) = found["findings"]
     assert (finding["kind"], finding["first_step"], finding["count"]) == ("finalize-skipped", 1, 6)
@@ -153,7 +160,10 @@ def test_a_second_call_of_the_finalizer_is_noticed(runs: Runs) -> None:
 
 
 def test_a_late_chunked_replacement_of_the_finalizer_is_watched(runs: Runs) -> None:
-    """One step is lost to the replacement; from the next on it is watched, and it is not a fault."""
+    """One step is lost to the replacement.
+
+    From the next on it is watched, and it is not a fault.
+    """
     found = runs.get(PROTOCOLS, 2, 6)["finalizer-chunked"]
     assert (found["verdict"], found["findings"]) == ("clean", [])
     assert found["steps_checked"] == 5

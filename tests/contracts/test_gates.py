@@ -41,9 +41,7 @@ def project(tmp_path: Path) -> Path:
 def lint_imports(project: Path) -> tuple[int, str]:
     """Run import-linter on the small project."""
     program = Path(sys.executable).parent / "lint-imports"
-    done = run_command(
-        program, "--no-cache", "--no-logo", cwd=project, env={"PYTHONPATH": str(project)}
-    )
+    done = run_command(program, "--no-cache", "--no-logo", cwd=project, env={"PYTHONPATH": str(project)})
     return done.returncode, done.stdout + done.stderr
 
 
@@ -77,9 +75,7 @@ def test_imports_that_point_down_pass(project: Path) -> None:
         ("monitor", "import wandb", "Optional packages only"),
     ],
 )
-def test_imports_against_the_arrow_fail(
-    project: Path, module: str, statement: str, contract: str
-) -> None:
+def test_imports_against_the_arrow_fail(project: Path, module: str, statement: str, contract: str) -> None:
     """An upward, sideways or unlisted module, or a third-party import out of place, is named."""
     path = project / "tpwatch" / f"{module}.py"
     path.write_text(HEALTHY.get(module, "") + f"\n{statement}\n")
@@ -194,9 +190,7 @@ def test_ruff_rules_that_the_style_rests_on(project: Path, source: str, rule: st
 def test_mypy_refuses_an_untyped_function(project: Path) -> None:
     """The settings are strict for the package."""
     (project / "tpwatch" / "monitor.py").write_text("def f(x):\n    return x\n")
-    done = run_python(
-        "-m", "mypy", "--cache-dir", project / "cache", "tpwatch/monitor.py", cwd=project
-    )
+    done = run_python("-m", "mypy", "--cache-dir", project / "cache", "tpwatch/monitor.py", cwd=project)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "[no-untyped-def]" in done.stdout
 

@@ -61,9 +61,7 @@ class RankFailure(AssertionError):
 # --- ranks as threads --------------------------------------------------------------------------
 
 
-def run_ranks(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 20.0
-) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 20.0) -> list[Any]:
     """Run `fn(rank, *args)` once per rank as threads; return the results in rank order.
 
     Raises `RankFailure` if a rank raises, or is not back after `timeout` seconds. A rank that
@@ -142,9 +140,7 @@ class RankPool:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
 
-    def run(
-        self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
-    ) -> list[Any]:
+    def run(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
         """Run `fn(rank, *args)` once per rank over gloo; return the results in rank order.
 
         `RANK`, `LOCAL_RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` are set as torchrun sets

@@ -63,7 +63,10 @@ def installed(support: Support) -> str:
 
 
 def missing_symbol(support: Support) -> str:
-    """The first needed symbol that cannot be imported, or an empty string. Imports the framework."""
+    """The first needed symbol that cannot be imported, or an empty string.
+
+    Imports the framework.
+    """
     for dotted in support.needs:
         module, _, name = dotted.rpartition(".")
         try:
@@ -86,7 +89,8 @@ def choose(name: str) -> Adapter | None:
     """The adapter asked for by name, or the first that fits under `auto` (None: run unwatched).
 
     Raises:
-        AdapterUnavailable: asked for by name, and missing or unsupported. Under `auto` that is quiet.
+        AdapterUnavailable: asked for by name, and missing or unsupported. Under `auto` that is
+        quiet.
     """
     for support in SUPPORT:
         if name not in ("auto", support.adapter):
@@ -97,5 +101,10 @@ def choose(name: str) -> Adapter | None:
             return cast("Adapter", importlib.import_module(support.module).ADAPTER())
         if name != "auto":
             raise AdapterUnavailable(name, version or "not installed", support.range, missing)
-        logger.debug("tpwatch: adapter %s not used: found %s %s", support.adapter, version or "nothing", missing)
+        logger.debug(
+            "tpwatch: adapter %s not used: found %s %s",
+            support.adapter,
+            version or "nothing",
+            missing,
+        )
     return None

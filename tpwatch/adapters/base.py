@@ -1,7 +1,10 @@
-"""What an adapter is, and how attaching works whatever the framework: a handshake first, then a Watch.
+"""What an adapter is, and how attaching works whatever the framework.
 
-An adapter only translates: it describes parameters (`Candidate`), hands over tensors (`Source`) and wraps the host's
-seams (`Seams`). It may not compare, decide or format. A new framework is one new file beside this one and one row of
+A handshake first, then a Watch.
+
+An adapter only translates: it describes parameters (`Candidate`), hands over tensors (`Source`) and
+wraps the host's seams (`Seams`). It may not compare, decide or format. A new framework is one new
+file beside this one and one row of
 `tpwatch.adapters.SUPPORT`.
 """
 
@@ -46,9 +49,12 @@ class Adapter(Protocol):
     name: str
 
     def group(self, groups: Groups | None) -> tuple[str, dist.ProcessGroup | None]:
-        """Axis and process group of the replicas. The same kind of call on every rank, no collective."""
+        """Axis and process group of the replicas.
+
+        The same kind of call on every rank, no collective.
+        """
         ...
 
-    def examine(self, model: Any, optimizer: Any, config: Config, groups: Groups | None) -> Host:  # noqa: ANN401
+    def examine(self, model: Any, optimizer: Any, config: Config, groups: Groups | None) -> Host:
         """Look at model chunks and optimizer; no collective, nothing changed."""
         ...

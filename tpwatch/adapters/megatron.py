@@ -1,12 +1,16 @@
-"""Megatron-core: where its gradients are finalized, when its optimizer steps, and where the tensors lie.
+"""Megatron-core.
+
+Where its gradients are finalized, when its optimizer steps, and where the tensors lie.
 
 Seams (measured on 0.16 and 0.19):
 
-- `megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads`, a module attribute that
-  `finalize_model_grads` resolves at call time. Entry is reduced over data-parallel ranks and not yet over tensor-parallel
-  ones, exit is both. The config field `finalize_model_grads_func` is not usable: trainers re-assign it, and its exit is
-  already divided by the number of tokens.
-- `prepare_grads` and `step` of the outermost optimizer, as instance attributes that shadow the methods.
+- `megatron.core.distributed.finalize_model_grads._allreduce_non_tensor_model_parallel_grads`, a
+  module attribute that
+  `finalize_model_grads` resolves at call time. Entry is reduced over data-parallel ranks and not
+  yet over tensor-parallel ones, exit is both. The config field `finalize_model_grads_func` is not
+  usable: trainers re-assign it, and its exit is already divided by the number of tokens.
+- `prepare_grads` and `step` of the outermost optimizer, as instance attributes that shadow the
+  methods.
 
 Only translates. Discovery of parameters is in `megatron_params`.
 """
@@ -47,7 +51,7 @@ class Megatron:
     def examine(
         self,
         model: list[Any],
-        optimizer: Any,  # noqa: ANN401
+        optimizer: Any,
         config: Config,
         groups: Groups | None,
     ) -> Host:
@@ -81,14 +85,20 @@ class MegatronSource:
         self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def values(self) -> Sequence[torch.Tensor]:
-        """Parameter values; re-read where a parameter's storage was swapped (`param.data = ...`)."""
+        """Parameter values.
+
+        Re-read where a parameter's storage was swapped (`param.data = ...`).
+        """
         for i, parameter in enumerate(self._found):
             if self._values[i].data_ptr() != parameter.tensor.data_ptr():
                 self._values[i] = parameter.tensor.detach()
         return self._values
 
     def look(self, scope: Scope) -> Look:
-        """Gradients as the finalizer sees them: trainable, and the attribute it reads is not None."""
+        """Gradients as the finalizer sees them.
+
+        Trainable, and the attribute it reads is not None.
+        """
         gradients: list[torch.Tensor | None] = []
         present: list[float] = []
         for i, parameter in enumerate(self._found):
@@ -108,7 +118,10 @@ class MegatronSource:
         return self._owned(i, candidate.grad_start, candidate.grad_stop, gradient), 1.0
 
     def _owned(self, i: int, start: int, stop: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The slice this data-parallel rank owns; the view is kept as long as the buffer is the same tensor."""
+        """The slice this data-parallel rank owns.
+
+        The view is kept as long as the buffer is the same tensor.
+        """
         if stop - start == gradient.numel():
             return gradient
         kept = self._slices.get(i)
@@ -119,9 +132,12 @@ class MegatronSource:
 
 
 class MegatronSeams:
-    """Wraps the finalizer's TP reduction and the outermost optimizer; `remove` puts the very same objects back."""
+    """Wraps the finalizer's TP reduction and the outermost optimizer.
 
-    def __init__(self, watch: Watch, chunks: Sequence[Any], optimizer: Any) -> None:  # noqa: ANN401
+    `remove` puts the very same objects back.
+    """
+
+    def __init__(self, watch: Watch, chunks: Sequence[Any], optimizer: Any) -> None:
         """Install all seams."""
         self._watch = watch
         self._chunks = {id(chunk): i for i, chunk in enumerate(chunks)}
@@ -144,7 +160,10 @@ class MegatronSeams:
         self._wrap_finalizer()
 
     def remove(self) -> Sequence[str]:
-        """Restore; where the current object is not ours, ours becomes a pass-through and a note says so."""
+        """Restore.
+
+        Where the current object is not ours, ours becomes a pass-through and a note says so.
+        """
         self._active = False
         notes = []
         if self.lost():
@@ -176,7 +195,7 @@ class MegatronSeams:
     def _wrap_finalizer(self) -> None:
         self._original = original = getattr(self._module, FINALIZER)
 
-        def reduce_watched(model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def reduce_watched(model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             scope = frozenset(i for i in map(self._chunks.get, map(id, model)) if i is not None)
             if not self._active or not scope:
                 return original(model, *args, **kwargs)
@@ -192,12 +211,12 @@ class MegatronSeams:
     def _wrap_optimizer(self) -> None:
         prepare, step = self._optimizer.prepare_grads, self._optimizer.step
 
-        def prepare_grads(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def prepare_grads(*args: Any, **kwargs: Any) -> Any:
             if self._active:
                 self._watch.gradients_ready()
             return prepare(*args, **kwargs)
 
-        def step_watched(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        def step_watched(*args: Any, **kwargs: Any) -> Any:
             result = step(*args, **kwargs)
             if self._active:
                 self._watch.stepped()
@@ -208,7 +227,7 @@ class MegatronSeams:
             setattr(self._optimizer, name, wrapper)
 
 
-def each_optimizer(optimizer: Any) -> Iterator[Any]:  # noqa: ANN401
+def each_optimizer(optimizer: Any) -> Iterator[Any]:
     """The optimizers inside a chained one, or the optimizer itself."""
     for inner in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         if inner is optimizer:
@@ -217,8 +236,10 @@ def each_optimizer(optimizer: Any) -> Iterator[Any]:  # noqa: ANN401
             yield from each_optimizer(inner)
 
 
-def add_args(parser: Any) -> Any:  # noqa: ANN401
-    """Add tpwatch's options to Megatron's parser and return it; call it from your own `extra_args_provider`.
+def add_args(parser: Any) -> Any:
+    """Add tpwatch's options to Megatron's parser and return it.
+
+    Call it from your own `extra_args_provider`.
 
     `--tpwatch` switches it on, `--tpwatch-interval` and `--tpwatch-config` override environment and file. Hand the
     parsed arguments to `config_from_args`.
@@ -230,11 +251,14 @@ def add_args(parser: Any) -> Any:  # noqa: ANN401
     return parser
 
 
-def config_from_args(args: Any) -> Config:  # noqa: ANN401
-    """The configuration that parsed arguments ask for: command line over environment over file over default."""
-    import os  # noqa: PLC0415
+def config_from_args(args: Any) -> Config:
+    """The configuration that parsed arguments ask for.
 
-    from tpwatch.config import load  # noqa: PLC0415
+    Command line over environment over file over default.
+    """
+    import os
+
+    from tpwatch.config import load
 
     options = {"enabled": None if args.tpwatch else False, "interval": args.tpwatch_interval}
     return load(cli=options, env=os.environ, file=args.tpwatch_config)

@@ -1,8 +1,8 @@
-"""Which parameters of a Megatron-core model are replicated over the tensor-parallel group, and what will be done to them.
+"""Which parameters of a Megatron-core model are replicated over the TP group, and what will be done to them.
 
-Two witnesses: the marks on the parameter, and the model's own `sharded_state_dict`, which says what the checkpoint
-treats as one global tensor. Where they disagree the parameter is left out, with the reason: guessing would cry wolf.
-Reads marks and shapes only; changes nothing, asks no other rank.
+Two witnesses: the marks on the parameter, and the model's own `sharded_state_dict`, which says what
+the checkpoint treats as one global tensor. Where they disagree the parameter is left out, with the
+reason: guessing would cry wolf. Reads marks and shapes only; changes nothing, asks no other rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Parameter:
     candidate: Candidate
 
 
-def parameters(chunks: Sequence[Any], optimizer: Any) -> list[Parameter]:  # noqa: ANN401
+def parameters(chunks: Sequence[Any], optimizer: Any) -> list[Parameter]:
     """All parameters of all chunks, in model order, each tensor once (a tied weight keeps its first name)."""
     owned = _owned_slices(optimizer)
     found: list[Parameter] = []
@@ -50,14 +50,14 @@ def parameters(chunks: Sequence[Any], optimizer: Any) -> list[Parameter]:  # noq
     return _with_unique_names(found)
 
 
-def unwrap(chunk: Any) -> Any:  # noqa: ANN401
+def unwrap(chunk: Any) -> Any:
     """The bare model below DDP and precision wrappers."""
     while isinstance(getattr(chunk, "module", None), torch.nn.Module):
         chunk = chunk.module
     return chunk
 
 
-def _candidate(name: str, tensor: torch.nn.Parameter, config: Any, sharded: bool | None) -> Candidate:  # noqa: ANN401
+def _candidate(name: str, tensor: torch.nn.Parameter, config: Any, sharded: bool | None) -> Candidate:  # noqa: FBT001 - a witness, not a switch
     replicated, reason = _replicated(tensor, sharded)
     return Candidate(
         name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."),
@@ -65,19 +65,31 @@ def _candidate(name: str, tensor: torch.nn.Parameter, config: Any, sharded: bool
     )  # fmt: skip
 
 
-def _replicated(tensor: torch.nn.Parameter, sharded: bool | None) -> tuple[bool | None, str]:
-    """Weigh the mark against the checkpoint's view. `partition_dim` is no witness: replicated weights carry 0 too."""
+def _replicated(tensor: torch.nn.Parameter, sharded: bool | None) -> tuple[bool | None, str]:  # noqa: FBT001 - a witness, not a switch
+    """Weigh the mark against the checkpoint's view.
+
+    `partition_dim` is no witness: replicated weights carry 0 too.
+    """
     if getattr(tensor, "allreduce", True) is False:
-        return False, "expert parameter: its replicas lie on the expert groups, which are not watched yet"
+        return (
+            False,
+            "expert parameter: its replicas lie on the expert groups, which are not watched yet",
+        )
     marked = getattr(tensor, "tensor_model_parallel", False) is True
     if sharded is None or marked == sharded:
         return not marked, ""
     if marked:
-        return None, "marked tensor_model_parallel, but the checkpoint treats it as a replica: declare which it is"
-    return None, "no tensor_model_parallel mark, but the checkpoint treats it as a shard: declare which it is"
+        return (
+            None,
+            ("marked tensor_model_parallel, but the checkpoint treats it as a replica: declare which it is"),
+        )
+    return (
+        None,
+        ("no tensor_model_parallel mark, but the checkpoint treats it as a shard: declare which it is"),
+    )
 
 
-def _rule(name: str, tensor: torch.nn.Parameter, config: Any) -> Rule:  # noqa: ANN401
+def _rule(name: str, tensor: torch.nn.Parameter, config: Any) -> Rule:
     """What `_allreduce_non_tensor_model_parallel_grads` will do, in its own order of tests."""
     if getattr(tensor, "average_gradients_across_tp_domain", False):
         return "avg"
@@ -86,8 +98,10 @@ def _rule(name: str, tensor: torch.nn.Parameter, config: Any) -> Rule:  # noqa: 
     return "sum" if marked or named else "none"
 
 
-def _checkpoint_witness(bare: Any) -> Mapping[int, bool]:  # noqa: ANN401
-    """By id of a parameter: True if `sharded_state_dict` holds it as a slice of a larger tensor. Empty if unknown.
+def _checkpoint_witness(bare: Any) -> Mapping[int, bool]:
+    """By id of a parameter: True if `sharded_state_dict` holds it as a slice of a larger tensor.
+
+    Empty if unknown.
 
     A model without one, or whose one fails outside a full training job, simply is no witness.
     """
@@ -105,7 +119,7 @@ def _checkpoint_witness(bare: Any) -> Mapping[int, bool]:  # noqa: ANN401
     return {id(p): by_data[p.data_ptr()] for p in bare.parameters() if p.numel() and p.data_ptr() in by_data}
 
 
-def _entries(tree: Any) -> Iterator[Any]:  # noqa: ANN401
+def _entries(tree: Any) -> Iterator[Any]:
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from _entries(value)
@@ -116,7 +130,7 @@ def _entries(tree: Any) -> Iterator[Any]:  # noqa: ANN401
         yield tree
 
 
-def _owned_slices(optimizer: Any) -> Any:  # noqa: ANN401
+def _owned_slices(optimizer: Any) -> Any:
     """Function from a parameter to the flat range of its gradient that this data-parallel rank owns."""
     inner = list(_each(optimizer))
 
@@ -133,13 +147,13 @@ def _owned_slices(optimizer: Any) -> Any:  # noqa: ANN401
     return owned
 
 
-def _each(optimizer: Any) -> Iterator[Any]:  # noqa: ANN401
+def _each(optimizer: Any) -> Iterator[Any]:
     for inner in getattr(optimizer, "chained_optimizers", None) or ():
         yield from _each(inner)
     yield optimizer
 
 
-def _layer_numbers(bare: Any) -> Mapping[str, int]:  # noqa: ANN401
+def _layer_numbers(bare: Any) -> Mapping[str, int]:
     """Module path of each layer to its global number from 0 (`layer_number` counts from 1 over all stages)."""
     return {
         name: module.layer_number - 1
@@ -160,8 +174,10 @@ def _with_unique_names(found: Sequence[Parameter]) -> list[Parameter]:
     names = [p.candidate.name for p in found]
     twice = {n for n in names if names.count(n) > 1} if len(set(names)) < len(names) else set()
     return [
-        replace(p, candidate=replace(p.candidate, name=f"chunk{p.chunk}.{p.candidate.name}"))
-        if p.candidate.name in twice
-        else p
+        (
+            replace(p, candidate=replace(p.candidate, name=f"chunk{p.chunk}.{p.candidate.name}"))
+            if p.candidate.name in twice
+            else p
+        )
         for p in found
     ]

@@ -1,7 +1,8 @@
 """Deciding: observations and evidence of one replica group in, findings out.
 
-Pure and torch-free, so that a recorded run replays on a laptop. Every rank of a group feeds its `Diagnosis` the same
-reduced and gathered data and so reaches the same findings, the same wishes for more evidence, and the same end.
+Pure and torch-free, so that a recorded run replays on a laptop. Every rank of a group feeds its
+`Diagnosis` the same reduced and gathered data and so reaches the same findings, the same wishes for
+more evidence, and the same end.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Outcome:
     new: tuple[Finding, ...] = ()
     """Findings confirmed, or worse than before, at this check."""
     grown: tuple[Finding, ...] = ()
-    """Findings worth writing down again: their count or spread has doubled since they were last written."""
+    """Findings worth writing down again: their count or spread has doubled since they were last
+    written."""
     skipped: bool = False
     judged: int = 0
     """Rows that were looked at."""
@@ -68,7 +70,10 @@ class Diagnosis:
     """The memory and judgement of one replica group."""
 
     def __init__(self, plan: WatchPlan, config: Config, *, loss_scaler: bool = False) -> None:
-        """Start with no history. `loss_scaler`: the optimizer skips steps whose gradients are not finite."""
+        """Start with no history.
+
+        `loss_scaler`: the optimizer skips steps whose gradients are not finite.
+        """
         self.plan = plan
         self.config = config
         self.loss_scaler = loss_scaler
@@ -86,7 +91,10 @@ class Diagnosis:
     # ------------------------------------------------------------------------------------- observing
 
     def observe(self, at: When, rows: Sequence[RowObservation], evidence: Mapping[int, Evidence]) -> Outcome:
-        """Take in one check: `rows` may leave out rows whose picture did not change and that are not `unsettled`."""
+        """Take in one check.
+
+        `rows` may leave out rows whose picture did not change and that are not `unsettled`.
+        """
         self.checks += 1
         histories = self._of_call(at.call)
         if self._scaler_will_skip(rows, histories):
@@ -98,7 +106,10 @@ class Diagnosis:
         return Outcome(tuple(worse), self._grown(worse), judged=len(cases))
 
     def presence(self, at: When, rows: Sequence[RowObservation]) -> Outcome:
-        """Take in the entry side alone: uneven presence must be said before the framework's reduction starts."""
+        """Take in the entry side alone.
+
+        Uneven presence must be said before the framework's reduction starts.
+        """
         worse: list[Finding] = []
         for seen in rows:
             history = self._of_call(at.call)[seen.index]
@@ -107,7 +118,9 @@ class Diagnosis:
         return Outcome(tuple(worse))
 
     def _of_call(self, call: int) -> list[History]:
-        """Each finalizer call of a step has a history of its own: the second one sees what the first has done.
+        """Each finalizer call of a step has a history of its own.
+
+        The second one sees what the first has done.
 
         A comparison of values alone (call 0) belongs to the first.
         """
@@ -148,10 +161,21 @@ class Diagnosis:
     def _case(self, seen: RowObservation, history: History) -> Case:
         pattern = compare.pattern(seen, len(self.plan.ranks))
         size = len(self.plan.ranks)
-        return Case(self.plan.replicas[seen.index], seen, history, pattern, size, self.loss_scaler, self.config)
+        return Case(
+            self.plan.replicas[seen.index],
+            seen,
+            history,
+            pattern,
+            size,
+            self.loss_scaler,
+            self.config,
+        )
 
     def _scaler_will_skip(self, rows: Sequence[RowObservation], histories: Sequence[History]) -> bool:
-        """A found-inf step: no verdict, patience unbroken. Only non-finite gradients of every rank count as one."""
+        """A found-inf step: no verdict, patience unbroken.
+
+        Only non-finite gradients of every rank count as one.
+        """
         if not self.loss_scaler:
             return False
         hurt = [r for r in rows if r.in_scope and r.post.nonfinite_hi > 0]
@@ -203,7 +227,10 @@ class Diagnosis:
         (unsettled.discard if settled else unsettled.add)(index)
 
     def _grown(self, fresh: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Findings whose count or spread doubled since last written; keeps an event file short and useful after a kill."""
+        """Findings whose count or spread doubled since last written.
+
+        Keeps an event file short and useful after a kill.
+        """
         names = {f.parameter for f in fresh}
         due = []
         for index, finding in self._roots.items():
@@ -228,7 +255,10 @@ class Diagnosis:
         return self._unsettled[number]
 
     def wanted(self, step: int, call: int) -> tuple[Target, ...]:
-        """What tier 2 should gather at `step`: a function of reduced data and the step number only."""
+        """What tier 2 should gather at `step`.
+
+        A function of reduced data and the step number only.
+        """
         deep = step % self.config.deep_interval == 0
         unsettled = self._unsettled_of(call)
         indices = sorted(unsettled | self._partial if deep else unsettled)
@@ -237,7 +267,7 @@ class Diagnosis:
 
     def _want(self, index: int, history: History, *, deep: bool) -> Target | None:
         seen = history.last
-        if seen is None or history.suspicion not in _GATHERED and seen.param.same:
+        if seen is None or (history.suspicion not in _GATHERED and seen.param.same):
             return None
         budget = self.config.explain.gather_checks if self._spreads(history, seen) else self._undecided_budget(history)
         if history.gathers >= budget and not deep and not self._limited(seen):
@@ -250,7 +280,10 @@ class Diagnosis:
         return not seen.param.same or (history.diverged_at is not None and not seen.post.same)
 
     def _undecided_budget(self, history: History) -> int:
-        """`patience` gathers settle an ordinary case; a borderline deviation gets more before it stays undecided."""
+        """`patience` gathers settle an ordinary case.
+
+        A borderline deviation gets more before it stays undecided.
+        """
         unclear = history.gradients == "undecided" or history.reduction == "ambiguous"
         return self.config.patience * (3 if unclear else 1)
 
@@ -272,7 +305,10 @@ class Diagnosis:
 
     @property
     def not_exercised(self) -> tuple[str, ...]:
-        """Parameters whose gradient was never seen non-zero: no claim is made about their reduction."""
+        """Parameters whose gradient was never seen non-zero.
+
+        No claim is made about their reduction.
+        """
         exercised = {i for histories in self._histories.values() for i, h in enumerate(histories) if h.exercised}
         return tuple(r.name for i, r in enumerate(self.plan.replicas) if i in self._seen and i not in exercised)
 
@@ -287,7 +323,10 @@ _GATHERED = frozenset({"unreduced", "changed", "apart", "written"})
 
 
 def _in_order(cases: list[Case]) -> list[Case]:
-    """Order within a step: value faults first, then gradients in reverse model order (the order of backward)."""
+    """Order within a step.
+
+    Value faults first, then gradients in reverse model order (the order of backward).
+    """
     return sorted(cases, key=lambda c: (c.seen.param.same or not c.history.born_different, -c.seen.index))
 
 

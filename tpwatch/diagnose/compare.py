@@ -1,6 +1,9 @@
-"""What one check shows about one parameter: how the gradients relate before the reduction, and what was done to them.
+"""What one check shows about one parameter.
 
-Pure and torch-free. States facts with their uncertainty; which of them is a fault is decided in `judges`.
+How the gradients relate before the reduction, and what was done to them.
+
+Pure and torch-free. States facts with their uncertainty; which of them is a fault is decided in
+`judges`.
 """
 
 from __future__ import annotations
@@ -15,9 +18,11 @@ Pattern = Literal[
 ]  # fmt: skip
 """What the two reduced buffers alone show (tier 1).
 
-`outside`: not handled by this finalizer call. `absent`: no gradient on any rank. `uneven`: on some ranks only.
-`silent`: exactly zero everywhere, before and after. `woken`: zero before, not after. `copies/...`: bit-identical
-before, then left alone, multiplied by the group size, by another factor, or changed beyond a factor.
+`outside`: not handled by this finalizer call. `absent`: no gradient on any rank. `uneven`: on some
+ranks only.
+`silent`: exactly zero everywhere, before and after. `woken`: zero before, not after. `copies/...`:
+bit-identical before, then left alone, multiplied by the group size, by another factor, or changed
+beyond a factor.
 `different/...`: not bit-identical before, then left alone on every rank or not.
 """
 
@@ -29,14 +34,16 @@ IDLE: frozenset[str] = frozenset({"outside", "absent", "silent"})
 
 NEAR_COPIES = 0.03
 PARTIALS = 0.1
-"""Deviations below the first are copies up to rounding, above the second different tensors, between them undecided.
+"""Deviations below the first are copies up to rounding, above the second different tensors, between
+them undecided.
 
-From the simulated quantiles of FINGERPRINTS D: copies with relative noise 1e-2 stay below 0.018 (99 %), independent
-partials are at 0.7 and more, partials with cosine 0.99 begin at 0.03.
+From the simulated quantiles of FINGERPRINTS D: copies with relative noise 1e-2 stay below 0.018 (99
+%), independent partials are at 0.7 and more, partials with cosine 0.99 begin at 0.03.
 """
 
 FACTOR_TOLERANCE = 0.02
-"""Relative distance of a factor from 1 or N that rounding explains: bf16 sums of N <= 8 copies stay below 2^-6."""
+"""Relative distance of a factor from 1 or N that rounding explains: bf16 sums of N <= 8 copies stay
+below 2^-6."""
 
 RESIDUAL_TOLERANCE = 0.05
 """Largest |post - c pre| / |post| that still counts as a multiple (FINGERPRINTS D, operator test)."""
@@ -89,7 +96,10 @@ def reduction(evidence: Evidence) -> Reduction:
 
 
 def outvoted(camps: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Ranks outside a strict majority camp; empty if no camp has one (always so at two ranks that differ)."""
+    """Ranks outside a strict majority camp.
+
+    Empty if no camp has one (always so at two ranks that differ).
+    """
     total = sum(len(camp) for camp in camps)
     if len(camps) < 2 or 2 * len(camps[0]) <= total:  # noqa: PLR2004 - a vote needs two sides
         return ()

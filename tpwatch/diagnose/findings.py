@@ -1,6 +1,7 @@
 """From a verdict that has held long enough to a `Finding`, and how a finding changes while it goes on.
 
-Pure and torch-free. One parameter has one finding, its root cause; what follows from it becomes its evidence.
+Pure and torch-free. One parameter has one finding, its root cause; what follows from it becomes its
+evidence.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from tpwatch.records import Evidence, Finding, RowObservation, WatchPlan, worst
 SPREADING = frozenset({"drift", "missing-reduce", "external-write", "wrong-group"})
 """Kinds that can be a mere consequence: replicas that differ upstream make others differ too.
 
-A sum of copies or a mean of partials cannot: whoever does that does it whatever the activations are.
+A sum of copies or a mean of partials cannot: whoever does that does it whatever the activations
+are.
 """
 
 AT_THE_SOURCE = frozenset({"init-mismatch", "external-write"})
@@ -157,10 +159,13 @@ def _facts(evidence: Evidence) -> dict[str, Any]:
 
 
 def with_role(finding: Finding, case: Case, onset: int, causes: Iterable[tuple[Finding, int]]) -> Finding:
-    """Decide cause or consequence; `causes` are the other causes of the group with the check at which they began.
+    """Decide cause or consequence.
 
-    A consequence if and only if it is of a spreading kind and (a) was seen as bit-identical copies before, with a
-    cause older than itself, or (b) began with equal values at the check at which values elsewhere first differed.
+    `causes` are the other causes of the group with the check at which they began.
+
+    A consequence if and only if it is of a spreading kind and (a) was seen as bit-identical copies
+    before, with a cause older than itself, or (b) began with equal values at the check at which
+    values elsewhere first differed.
     """
     older = [c for c, began in causes if began < onset]
     source = [c for c, began in causes if began == onset and c.kind in AT_THE_SOURCE]
@@ -180,13 +185,22 @@ def with_role(finding: Finding, case: Case, onset: int, causes: Iterable[tuple[F
 
 
 def layout_finding(plan: WatchPlan, parameter: str, observed: str, step: int) -> Finding:
-    """A `replica-layout` finding: ranks disagree on what is replicated, or on the header of a buffer."""
+    """A `replica-layout` finding.
+
+    Ranks disagree on what is replicated, or on the header of a buffer.
+    """
     return _plain("replica-layout", plan, parameter, (observed, "the same on every rank"), step)
 
 
 def skipped_finding(plan: WatchPlan, step: int, count: int) -> Finding:
     """A `finalize-skipped` finding for the `count` steps up to `step` in which the finalizer did not run."""
-    finding = _plain("finalize-skipped", plan, "(every replicated parameter)", ("not called", "once per step"), step)
+    finding = _plain(
+        "finalize-skipped",
+        plan,
+        "(every replicated parameter)",
+        ("not called", "once per step"),
+        step,
+    )
     return replace(finding, first_step=step - count + 1, count=count)
 
 

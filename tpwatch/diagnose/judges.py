@@ -1,7 +1,8 @@
 """Which comparison is a fault: one pure function per kind, tried in the order of `JUDGES`.
 
-Each takes a `Case` (one parameter at one check, with its history) and returns a `Verdict` or None. The table of
-DESIGN section 3 is this file. Everything here is computed from reduced or gathered data, never from local data.
+Each takes a `Case` (one parameter at one check, with its history) and returns a `Verdict` or None.
+The table of DESIGN section 3 is this file. Everything here is computed from reduced or gathered
+data, never from local data.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ SKETCHED = 0.9
 """Confidence ceiling of what is estimated from sketches."""
 
 SCALER_PATIENCE = 32
-"""Non-finite steps in a row that a loss scaler explains: halving an initial scale of 2^32 down to 1."""
+"""Non-finite steps in a row that a loss scaler explains: halving an initial scale of 2^32 down to
+1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ class Verdict:
 def suspicion(pattern: compare.Pattern, seen: RowObservation, history: History) -> str:
     """The family of explanations that an observation belongs to; streaks are counted per family.
 
-    `unreduced` covers missing-reduce and drift (told apart by tier 2), and goes on through a step whose gradients
-    happen to be bit-identical while the values have already moved apart.
+    `unreduced` covers missing-reduce and drift (told apart by tier 2), and goes on through a step
+    whose gradients happen to be bit-identical while the values have already moved apart.
     """
     apart = not seen.param.same and not history.born_different
     if pattern == "uneven":
@@ -80,7 +82,10 @@ def suspicion(pattern: compare.Pattern, seen: RowObservation, history: History) 
 
 
 def judge(case: Case) -> Verdict | None:
-    """The first verdict that fits, or None. Past one of the user's thresholds it is an error and needs no patience."""
+    """The first verdict that fits, or None.
+
+    Past one of the user's thresholds it is an error and needs no patience.
+    """
     verdict = next((found for check in JUDGES if (found := check(case))), None)
     over = threshold(case)
     return replace(verdict, threshold=over, severity="error") if verdict and over else verdict
@@ -102,7 +107,10 @@ def status(case: Case) -> str:
 
 
 def grad_presence(case: Case) -> Verdict | None:
-    """A gradient on some ranks only; certain at once, and urgent: the framework's reduction may hang next."""
+    """A gradient on some ranks only; certain at once, and urgent.
+
+    The framework's reduction may hang next.
+    """
     if case.pattern != "uneven":
         return None
     return Verdict("grad-presence", "grad_pre", "some ranks only", "every rank", "error", EXACT, 1)
@@ -179,8 +187,14 @@ def wrong_group(case: Case) -> Verdict | None:
 
 
 def drift(case: Case) -> Verdict | None:
-    """Copies that nothing keeps equal: rounding-level gradients left alone, or values moving apart since."""
-    unreduced = case.history.suspicion == "unreduced" and case.history.gradients in ("copies", "near-copies")
+    """Copies that nothing keeps equal.
+
+    Rounding-level gradients left alone, or values moving apart since.
+    """
+    unreduced = case.history.suspicion == "unreduced" and case.history.gradients in (
+        "copies",
+        "near-copies",
+    )
     if not unreduced and case.history.suspicion != "apart" and not threshold(case):
         return None
     ceiling = EXACT if case.exact else SKETCHED
@@ -196,7 +210,15 @@ def external_write(case: Case) -> Verdict | None:
     if case.history.suspicion != "written":
         return None
     ceiling = SKETCHED if case.config.interval == 1 else SKETCHED / 2
-    return Verdict("external-write", "param", "values differ", "values equal", "warning", ceiling, case.config.patience)
+    return Verdict(
+        "external-write",
+        "param",
+        "values differ",
+        "values equal",
+        "warning",
+        ceiling,
+        case.config.patience,
+    )
 
 
 JUDGES: tuple[Callable[[Case], Verdict | None], ...] = (
@@ -209,7 +231,10 @@ JUDGES: tuple[Callable[[Case], Verdict | None], ...] = (
 
 
 def _gathered(case: Case, kind: str, observed: str, expected: str) -> Verdict:
-    """A verdict that rests on tier 2: sketches must agree `patience` times, gathered elements need not."""
+    """A verdict that rests on tier 2.
+
+    Sketches must agree `patience` times, gathered elements need not.
+    """
     patience = case.config.patience
     if case.exact:
         return Verdict(kind, "grad_post", observed, expected, "error", EXACT, patience, 1)
@@ -230,7 +255,10 @@ def threshold(case: Case) -> str:
 
 
 def norm_ratio(seen: RowObservation) -> float | None:
-    """norm(post) / norm(pre) where both are the same on every rank, else None. Norms, not squares."""
+    """norm(post) / norm(pre) where both are the same on every rank, else None.
+
+    Norms, not squares.
+    """
     if not (seen.pre.same and seen.post.same) or seen.pre.l2_hi <= 0.0:
         return None
     return float((seen.post.l2_hi / seen.pre.l2_hi) ** 0.5)

@@ -1,11 +1,13 @@
-"""From the monitor's events to the run directory. Only the leader of a replica group writes; its peers stay silent.
+"""From the monitor's events to the run directory.
+
+Only the leader of a replica group writes; its peers stay silent.
 
 Knows the event file and `abort.json`; decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tpwatch.export.jsonl import RunLog, write_abort
 from tpwatch.records import Finding, StepReport
@@ -55,15 +57,18 @@ class Leader:
         self._log.note(step, text)
 
     def abort(self, step: int, findings: Sequence[Finding]) -> None:
-        """Write down why the run stops, then that it stops: the order a reader after a kill relies on."""
+        """Write down why the run stops, then that it stops.
+
+        The order a reader after a kill relies on.
+        """
         for finding in findings:
             self._log.finding(step, finding)
         self._log.abort(step)
         write_abort(self._log.path.parent, step, self._launch_id)
 
-    def close(self, findings: Sequence[Finding], step: Callable[[], int]) -> None:
+    def close(self, findings: Sequence[Finding], step: int) -> None:
         """Write every finding as it stands at the end, and close the file."""
         for finding in findings:
-            self._log.finding(step(), finding)
-        self._log.end(step())
+            self._log.finding(step, finding)
+        self._log.end(step)
         self._log.close()

@@ -76,9 +76,14 @@ def launch(job: Job, output: IO[bytes] | int | None = None) -> int:
     """
     codes = []
     for names in pools(job):
-        with Workers(_command(job, names), _world(job, names[0]), output) as workers:
-            codes.append(workers.wait(job.timeout))
+        with workers(job, names, output) as running:
+            codes.append(running.wait(job.timeout))
     return next((code for code in codes if code), 0)
+
+
+def workers(job: Job, names: Sequence[str], output: IO[bytes] | int | None = None) -> Workers:
+    """The processes of one of the `pools` of a job, not started yet."""
+    return Workers(_command(job, names), _world(job, names[0]), output)
 
 
 def pools(job: Job) -> list[tuple[str, ...]]:
@@ -114,9 +119,7 @@ def run_directory(job: Job, name: str) -> Path:
 class Workers:
     """The processes of one run: started on entry, gone on exit, whatever happens between."""
 
-    def __init__(
-        self, command: Sequence[str], world: int, output: IO[bytes] | int | None = None
-    ) -> None:
+    def __init__(self, command: Sequence[str], world: int, output: IO[bytes] | int | None = None) -> None:
         """Prepare `world` processes of the same command, which write to `output`."""
         self._command = list(command)
         self._world = world

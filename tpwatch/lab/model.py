@@ -41,9 +41,7 @@ class MarkedRMSNorm(torch.nn.RMSNorm):
     CUDA kernels.
     """
 
-    def __init__(
-        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object
-    ) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_unused: object) -> None:
         """Build a gain `[hidden_size]`, marked as the configuration says."""
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         mark([self.weight], sequence_parallel=config.sequence_parallel)
@@ -124,9 +122,7 @@ class TrainingRun:
         return total / tokens + extra, mean
 
 
-def build(
-    config: LabConfig, edit_model: Callable[[Any], None] = lambda _model: None
-) -> TrainingRun:
+def build(config: LabConfig, edit_model: Callable[[Any], None] = lambda _model: None) -> TrainingRun:
     """Initialise Megatron's parallel state for `config` and return a run that is ready to step.
 
     `torch.distributed` must be initialised with `config.world` ranks. `edit_model` may replace

@@ -42,9 +42,7 @@ DType = IntEnum(
         "kFloat4E2M1": 10,
     },
 )
-FusedAttnBackend = IntEnum(
-    "FusedAttnBackend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
-)
+FusedAttnBackend = IntEnum("FusedAttnBackend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2})
 
 
 def generic_gemm(*operands: Any, **_options: object) -> tuple[torch.Tensor, None, None, None]:
@@ -178,9 +176,7 @@ def _open_guards() -> None:
     gemm.get_cublas_workspace = lambda *_args: torch.empty(1, dtype=torch.uint8)
 
 
-def _within(
-    context: Callable[[], AbstractContextManager[Any]], method: Callable[..., Any]
-) -> Callable[..., Any]:
+def _within(context: Callable[[], AbstractContextManager[Any]], method: Callable[..., Any]) -> Callable[..., Any]:
     """Run a method within a context."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -58,10 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         outcomes = {entry.name: _train(entry, args, len(entries) > 1) for entry in entries}
         if args.losses and dist.get_rank() == 0:
-            rows = {
-                name: {"losses": outcome.losses, "weights": outcome.weights}
-                for name, outcome in outcomes.items()
-            }
+            rows = {name: {"losses": outcome.losses, "weights": outcome.weights} for name, outcome in outcomes.items()}
             Path(args.losses).write_text(json.dumps(rows, indent=1), encoding="utf-8")
     finally:
         dist.destroy_process_group()
@@ -80,9 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", help="YAML configuration of tpwatch")
     parser.add_argument("--no-watch", action="store_true", help="train without tpwatch")
     parser.add_argument("--losses", help="file for exact losses and hashes of the weights")
-    parser.add_argument(
-        "--end-with-stdin", action="store_true", help="exit as soon as standard input closes"
-    )
+    parser.add_argument("--end-with-stdin", action="store_true", help="exit as soon as standard input closes")
     return parser
 
 

@@ -26,9 +26,7 @@ class Screen(Protocol):
         """Everything known so far, again with each call."""
 
 
-def open_screen(
-    title: str, say: Callable[[str], None], *, live: bool
-) -> AbstractContextManager[Screen]:
+def open_screen(title: str, say: Callable[[str], None], *, live: bool) -> AbstractContextManager[Screen]:
     """A screen for one run: a table that is redrawn if `live` and rich is there, else lines."""
     if live and importlib.util.find_spec("rich") is not None:
         return _rich_screen(title)

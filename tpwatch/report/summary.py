@@ -141,9 +141,7 @@ def _ranks(several: Iterable[Iterable[int]]) -> tuple[int, ...]:
 # -------------------------------------------------------------------------------------- counts
 
 
-def _verdict(
-    findings: Sequence[Finding], steps: int
-) -> Literal["clean", "faults", "nothing-checked"]:
+def _verdict(findings: Sequence[Finding], steps: int) -> Literal["clean", "faults", "nothing-checked"]:
     """A fault counts even if no check was completed: it may be what kept the first one from it."""
     if any(f.counts for f in findings):
         return "faults"

@@ -66,9 +66,7 @@ def _head(summary: Summary, title: str, *, color: bool) -> Iterator[str]:
         yield f"tpwatch stopped the run at step {summary.aborted_at}."
 
 
-def _findings(
-    heading: str, findings: Sequence[Finding], summary: Summary, *, color: bool
-) -> Iterator[str]:
+def _findings(heading: str, findings: Sequence[Finding], summary: Summary, *, color: bool) -> Iterator[str]:
     """One block per finding; the advice once for neighbours of the same kind."""
     if not findings:
         return

@@ -56,9 +56,7 @@ class GatedDeltaNet(torch.nn.Module):
         """Keep one rank's share of the per-head weights, marked as Megatron marks a shard."""
         for name in ("conv1d", "A_log", "dt_bias"):
             share = torch.nn.Parameter(getattr(self, name).detach().chunk(size)[rank].clone())
-            tensor_parallel.set_tensor_model_parallel_attributes(
-                share, is_parallel=True, dim=0, stride=1
-            )
+            tensor_parallel.set_tensor_model_parallel_attributes(share, is_parallel=True, dim=0, stride=1)
             setattr(self, name, share)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -109,26 +107,20 @@ def delta_rule(
 class GatheredAttention(torch.nn.Module):
     """Stands for a layer's attention: gathers the sequence, runs on it, returns its slice."""
 
-    def __init__(
-        self, config: LabConfig, linear_attn: GatedDeltaNet, input_layernorm: torch.nn.Module
-    ) -> None:
+    def __init__(self, config: LabConfig, linear_attn: GatedDeltaNet, input_layernorm: torch.nn.Module) -> None:
         """Own the layer's input norm as well (an identity where it is fused into `in_proj`)."""
         super().__init__()
         self.config = config
         self.input_layernorm = input_layernorm
         self.linear_attn = linear_attn
 
-    def forward(
-        self, hidden: torch.Tensor, *_args: object, **_kwargs: object
-    ) -> tuple[torch.Tensor, None]:
+    def forward(self, hidden: torch.Tensor, *_args: object, **_kwargs: object) -> tuple[torch.Tensor, None]:
         """Answer as Megatron's attention does, with an output and no bias."""
         hidden = gather_sequence(hidden, self.config)
         hidden = by_block(self.input_layernorm, hidden, self.linear_attn.block)
         return scatter_sequence(self.linear_attn(hidden), self.config), None
 
 
-def by_block(
-    kernel: Callable[[torch.Tensor], Any], tokens: torch.Tensor, block: int | None
-) -> torch.Tensor:
+def by_block(kernel: Callable[[torch.Tensor], Any], tokens: torch.Tensor, block: int | None) -> torch.Tensor:
     """Run a token-wise kernel on `block` tokens at a time, along dimension 0."""
     return torch.cat([output_of(kernel(part)) for part in tokens.split(block or len(tokens))])

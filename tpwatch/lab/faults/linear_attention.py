@@ -55,9 +55,7 @@ class LayerNormColumnParallelLinear(tensor_parallel.ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, config: TransformerConfig) -> None:
         """Build the linear and a gain `[input_size]`, which keeps the configuration's mark."""
-        super().__init__(
-            input_size, output_size, config=config, init_method=config.init_method, bias=False
-        )
+        super().__init__(input_size, output_size, config=config, init_method=config.init_method, bias=False)
         self.eps = config.layernorm_epsilon
         self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
         mark([self.layer_norm_weight], sequence_parallel=config.sequence_parallel)

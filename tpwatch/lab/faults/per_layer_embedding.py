@@ -74,9 +74,7 @@ class MarkedButGathered(Mechanism):
         layer = model.decoder.layers[0]
         embedding = layer.per_layer_embedding = PerLayerEmbedding(self.config, model.config)
         model.register_forward_pre_hook(lambda _model, args: setattr(embedding, "tokens", args[0]))
-        layer.register_forward_hook(
-            lambda _layer, _args, out: (out[0] + embedding(out[0]), *out[1:])
-        )
+        layer.register_forward_hook(lambda _layer, _args, out: (out[0] + embedding(out[0]), *out[1:]))
         mark(
             embedding.replicated(),
             sequence_parallel=not self.fixed,

@@ -1,0 +1,1 @@
+"""Training scripts as users have them."""
