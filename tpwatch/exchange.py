@@ -323,10 +323,13 @@ def reduction_flags(flags: torch.Tensor, pre: torch.Tensor, post: torch.Tensor) 
     Kept, factor c, residual of post = c * pre.
 
     c = <post, pre> / <pre, pre> on the sketches, which are linear; where pre is zero, c is 0 and
-    the residual is 1 if post is not zero.
+    the residual is 1 if post is not zero. Both are divided by their largest coordinate first,
+    so that no square overflows: NaN must not enter MAX.
     """
     flags[0] = (pre[:, :2] == post[:, :2]).all(1)
     before, after = pre[:, -_SKETCH:], post[:, -_SKETCH:]
+    largest = torch.maximum(before.abs().amax(1), after.abs().amax(1)).clamp_min(_TINY).unsqueeze(1)
+    before, after = before / largest, after / largest
     square = (before * before).sum(1)
     factor = torch.where(square > 0, (before * after).sum(1) / square.clamp_min(_TINY), 0.0)
     left = (after - factor.unsqueeze(1) * before).norm(dim=1)

@@ -87,7 +87,7 @@ class Explainer:
         self,
         requests: Sequence[Request],
         rows: torch.Tensor,
-        values: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor | None],
         gradients: Sequence[torch.Tensor | None],
     ) -> None:
         """Entry side: `rows` is `[2n, ROW]` (params, then gradients before the reduction)."""
@@ -195,6 +195,8 @@ class Explainer:
         for request in (*requests[start:], *requests[:start]):
             spec = self._plan.replicas[request.index]
             cost = 16 * (math.prod(spec.shape) * request.values + spec.grad_numel * request.gradients)
+            if cost > self._config.gather_bytes:
+                continue  # it never fits, and must not keep the others waiting
             if cost > left:
                 self._cursor = request.index
                 break

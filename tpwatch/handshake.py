@@ -54,9 +54,13 @@ class Meeting:
         if self.rank == self.ranks[0]:
             return self._decide(self._collect(judge))
         patience = 1.25 * self.timeout + 2.0
-        if self._poll([self._key("decision")], patience):
+        if self._poll((self._key("decision"),), patience):
             return self._decision()
         return self._decide(f"rank {self.ranks[0]} gave no decision within {patience:.0f} s")
+
+    def decline(self, reason: str) -> str:
+        """Make the meeting fail for everyone, at once and without waiting; the reason that stands."""
+        return self._decide(reason)
 
     def payloads(self) -> dict[int, Payload]:
         """What every rank posted; only after a `hold` that agreed."""
@@ -71,8 +75,11 @@ class Meeting:
         heard: dict[int, Payload] = {}
         deadline = time.monotonic() + self.timeout
         for rank in self.ranks:
-            if not self._poll([self._key("said", rank)], max(0.0, deadline - time.monotonic())):
+            keys = (self._key("said", rank), self._key("decision"))
+            if not self._poll(keys, max(0.0, deadline - time.monotonic())):
                 return f"rank {rank} did not answer within {self.timeout:.0f} s"
+            if self.store.check([self._key("decision")]):
+                return ""  # someone declined: their word stands
             heard[rank] = self._said(rank)
             if reason := judge(heard):
                 return reason
@@ -94,13 +101,13 @@ class Meeting:
     def _key(self, what: str, rank: int | None = None) -> str:
         return f"tpwatch/{self.name}/{what}" if rank is None else f"tpwatch/{self.name}/{what}/{rank}"
 
-    def _poll(self, keys: list[str], timeout: float) -> bool:
-        """Wait for keys without blocking inside the store.
+    def _poll(self, keys: Sequence[str], timeout: float) -> bool:
+        """Wait for any of the keys without blocking inside the store.
 
         A blocking wait holds the client that others may need.
         """
         deadline, pause = time.monotonic() + timeout, _POLL_FIRST
-        while not self.store.check(keys):
+        while not any(self.store.check([key]) for key in keys):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)

@@ -12,7 +12,6 @@ of staying away.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,13 +33,13 @@ from tpwatch.exchange import (
     ReadBack,
     Reduced,
     header_of,
-    presence_flags,
     reduction_flags,
 )  # fmt: skip
 from tpwatch.explain import Explainer, Request
 from tpwatch.fingerprint.layout import ROW
 from tpwatch.lookout import Lookout
 from tpwatch.parts import Check, Parts, Scope
+from tpwatch.presence import Presence
 from tpwatch.records import Evidence, Finding, StepReport
 
 
@@ -63,11 +62,12 @@ class Monitor:
         self._entry_rows = torch.zeros(2 * n, ROW, dtype=torch.float64, device=parts.device)
         self._exit_rows = torch.zeros(n, ROW, dtype=torch.float64, device=parts.device)
         self._prompt = parts.device.type == "cpu" if config.guard == "auto" else config.guard == "before_update"
-        self._presence: tuple[float, ...] = ()
-        self._absent: dict[int, tuple[int, ...]] = {}
+        self._presence = Presence(parts.exchange, parts.plan.ranks, parts.group_rank, parts.device)
         self._signatures: dict[int, torch.Tensor] = {}
         self._open: Check | None = None
         self._pending: Check | None = None
+        self._foretold: set[int] = set()
+        self._mispaired: Finding | None = None
         self._status: tuple[object, object] = ((), ())
         self._steps = 0
         self._step_seconds = 0.0
@@ -90,7 +90,7 @@ class Monitor:
         if self._prompt:
             self._say_presence(check, check.entry.wait())
         else:
-            self._lookout.watch(check.entry, lambda entry: self._foretell(check, entry))
+            self._lookout.watch(check.entry, lambda entry: self._lookout_says(check, entry))
         check.seconds = self.parts.clock() - started
 
     def after_reduction(self) -> None:
@@ -153,45 +153,50 @@ class Monitor:
     def _header(self, check: Check, phase: int, *, failed: bool) -> tuple[float, ...]:
         plan = (self._digest & 0xFFFFFFFF, self._digest >> 32)
         flags = (float(failed), float(self.guard.tripped))
-        return (phase, check.at.call, check.at.step, *plan, _digest(check.targets), *flags)
+        return (phase, check.at.call, check.at.step, *plan, check.digest, *flags)
 
     def _pack_entry(self, check: Check) -> None:
         n, half = self._layout.n, self._buffers.entry[0]
         look = self.parts.source.look(check.scope)
         tensors = [*self.parts.source.values(), *look.gradients]
         self.parts.fingerprinter.rows(tensors, self._entry_rows, self._layout.heads(half, 2 * n))
-        present = tuple(look.present)
-        if present != self._presence:
-            presence_flags(self._layout.flags(half, 2 * n), present, self.parts.group_rank)
-            self._presence = present
+        self._presence.pack(self._layout.flags(half, 2 * n), look.present)
+        check.tensors = tensors
 
     def _pack_exit(self, check: Check) -> None:
         n, half = self._layout.n, self._buffers.exit[0]
         look = self.parts.source.look(check.scope)
         self.parts.fingerprinter.rows(look.gradients, self._exit_rows, self._layout.heads(half, n))
         reduction_flags(self._layout.flags(half, n), self._entry_rows[n:], self._exit_rows)
+        check.tensors = look.gradients
 
     # ----------------------------------------------------------------------------------------- tier 2
 
     def _gather_before(self, check: Check) -> None:
-        """Gather the targets if, and only if, every rank wants the same ones (the header says so)."""
-        if not check.targets or check.entry is None:
+        tensors, check.tensors = check.tensors, ()
+        if not self._may_gather(check, self._buffers.entry):
             return
-        header = header_of(self._buffers.entry)
-        if header.mismatch or not header.agrees("targets") or header.flag("failed"):
-            check.targets = ()
-            return
-        before = self.parts.exchange.collectives
-        look = self.parts.source.look(check.scope)
-        self._explainer.gather_before(check.targets, self._entry_rows, self.parts.source.values(), look.gradients)
+        before, n = self.parts.exchange.collectives, self._layout.n
+        self._explainer.gather_before(check.targets, self._entry_rows, tensors[:n], tensors[n:])
         check.deep += self.parts.exchange.collectives - before
 
     def _gather_after(self, check: Check) -> None:
-        if not check.targets:
+        tensors, check.tensors = check.tensors, ()
+        if not self._may_gather(check, self._buffers.exit):
             return
         before = self.parts.exchange.collectives
-        self._explainer.gather_after(self._exit_rows, self.parts.source.look(check.scope).gradients)
+        self._explainer.gather_after(self._exit_rows, tensors)
         check.deep += self.parts.exchange.collectives - before
+
+    @staticmethod
+    def _may_gather(check: Check, buffer: torch.Tensor) -> bool:
+        """True if every rank packed this side and wants the same targets; the reduced header says so on all alike."""
+        if not check.targets:
+            return False
+        header = header_of(buffer)
+        if header.mismatch or not header.agrees("targets") or header.flag("failed"):
+            check.targets = ()
+        return bool(check.targets)
 
     # --------------------------------------------------------------------------- reading, deciding, acting
 
@@ -200,35 +205,28 @@ class Monitor:
         reduced = Reduced(self._layout, self.parts.plan.ranks, entry, None)
         if self._void(check, reduced) or not (uneven := reduced.uneven()):
             return
-        self._find_absent(check, uneven)
-        rows = [replace(row, absent=self._absent[row.index]) for row in reduced.rows(uneven)]
-        outcome = self._diagnose(lambda: self.parts.diagnosis.presence(check.at, rows))
-        self._act(check.at.step, outcome)
-
-    def _find_absent(self, check: Check, uneven: list[int]) -> None:
-        """Which ranks lack the gradients of these rows: the reduced columns only tell the lowest and the highest.
-
-        One more collective the first time a row is uneven; every rank read the same rows from the reduced buffer.
-        """
-        if all(index in self._absent for index in uneven):
-            return
-        before = self.parts.exchange.collectives
-        mine = torch.tensor([self._presence[i] for i in uneven], dtype=torch.float64, device=self.parts.device)
-        present = self.parts.exchange.gather(mine).T.tolist()
-        ranks = self.parts.plan.ranks
-        for index, marks in zip(uneven, present, strict=True):
-            self._absent[index] = tuple(r for r, mark in zip(ranks, marks, strict=True) if mark == 0.0)
+        rows, before = reduced.rows(uneven), self.parts.exchange.collectives
+        self._presence.find_absent(rows)
         check.deep += self.parts.exchange.collectives - before
+        rows = self._presence.complete(rows)
+        self._act(check.at.step, self._diagnose(lambda: self.parts.diagnosis.presence(check.at, rows)))
+
+    def _lookout_says(self, check: Check, entry: torch.Tensor) -> None:
+        self.guard.attempt("foretelling", self._foretell, check, entry)
 
     def _foretell(self, check: Check, entry: torch.Tensor) -> None:
         """Deferred mode, on the lookout's thread: write uneven presence down while training may already hang on it.
 
-        Writes only. The verdict, and what is done about it, follow in step order on the training thread.
+        Writes only, and once a parameter. The verdict, and what is done about it, follow in step order on the training
+        thread; if that has moved on, there is nothing left to foretell and the buffer may hold a later check.
         """
+        if check is not self._open and check is not self._pending:
+            return
         reduced = Reduced(self._layout, self.parts.plan.ranks, entry, None)
         if any(h.mismatch or h.flag("failed") for h in reduced.headers):
             return
-        for row in reduced.rows(reduced.uneven()):
+        for row in reduced.rows([index for index in reduced.uneven() if index not in self._foretold]):
+            self._foretold.add(row.index)
             finding = presence_finding(self.parts.plan, row, check.at.step)
             self._write(lambda finding=finding: self.parts.recorder.finding(check.at.step, finding))  # type: ignore[misc]
 
@@ -259,7 +257,8 @@ class Monitor:
         self._signatures[check.at.call] = signature
         diagnosis = self.parts.diagnosis
         indices = sorted({*changed, *diagnosis.unsettled(check.at.call), *evidence})
-        return diagnosis.observe(check.at, reduced.rows(indices), evidence)
+        rows = self._presence.complete(reduced.rows(indices))
+        return diagnosis.observe(check.at, rows, evidence)
 
     def _diagnose(self, decide: Callable[[], Outcome]) -> Outcome:
         """A failed diagnosis leaves this rank with another history than its peers: it has to take all of them off."""
@@ -275,16 +274,21 @@ class Monitor:
             if header.flag("disabled"):
                 self._stop(check.at.step, "an internal error on one rank: tpwatch is off on all ranks of this group")
             elif header.mismatch:
-                self._act(check.at.step, Outcome((self._mismatch(check, header.mismatch),)))
+                self._act(check.at.step, self._mismatch(check, header.mismatch))
             elif not header.flag("failed"):
                 continue
             return True
         return False
 
-    def _mismatch(self, check: Check, text: str) -> Finding:
-        finding = layout_finding(self.parts.plan, "(buffer header)", text, check.at.step)
-        self.parts.diagnosis.add(finding)
-        return finding
+    def _mismatch(self, check: Check, text: str) -> Outcome:
+        """Said once, with the first step; from then on counted."""
+        step, known = check.at.step, self._mispaired
+        if known is None:
+            self._mispaired = layout_finding(self.parts.plan, "(buffer header)", text, step)
+        else:
+            self._mispaired = replace(known, last_step=step, count=known.count + (step > known.last_step))
+        self.parts.diagnosis.add(self._mispaired)
+        return Outcome((self._mispaired,) if known is None else ())
 
     def _stop(self, step: int, why: str) -> None:
         if self.watching:
@@ -301,7 +305,7 @@ class Monitor:
         for finding in (*outcome.new, *outcome.grown):
             self._write(lambda finding=finding: self.parts.recorder.finding(step, finding))  # type: ignore[misc]
         for finding in outcome.new if self.parts.group_rank == 0 else ():
-            act.announce(finding, self.config)
+            self.guard.attempt("announcing", act.announce, finding, self.config)
         if stop := act.must_stop(outcome.new, self.config):
             self._write(lambda: self.parts.recorder.abort(step, stop))
             raise ReplicaFault(stop, step)
@@ -335,11 +339,3 @@ class Monitor:
         """A full disk or a broken recorder costs events, never the run."""
         with self._lock:
             self.guard.attempt("recording", event)
-
-
-def _digest(targets: Sequence[Request]) -> float:
-    """53-bit digest of what tier 2 is to gather, exact in float64; 0 for nothing."""
-    if not targets:
-        return 0.0
-    text = ",".join(f"{t.index}{'v' * t.values}{'g' * t.gradients}" for t in targets)
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little") + 1)

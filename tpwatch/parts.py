@@ -5,6 +5,7 @@ Knows the shape of things only; the story is in `monitor`.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,7 +93,18 @@ class Check:
     targets: tuple[Request, ...]
     entry: Pending | None = None
     exit: Pending | None = None
+    tensors: Sequence[torch.Tensor | None] = ()
+    """What the side under way was packed from, for tier 2; let go of as soon as that has been gathered."""
     seconds: float = 0.0
     deep: int = 0
     collectives_before: int = 0
     bytes_before: int = 0
+
+    @property
+    def digest(self) -> float:
+        """53-bit digest of what tier 2 is to gather, exact in float64; 0 for nothing."""
+        if not self.targets:
+            return 0.0
+        text = ",".join(f"{t.index}{'v' * t.values}{'g' * t.gradients}" for t in self.targets)
+        whole = hashlib.blake2b(text.encode(), digest_size=6).digest()
+        return float(int.from_bytes(whole, "little") + 1)

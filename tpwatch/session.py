@@ -74,25 +74,24 @@ def attach(  # noqa: PLR0913 - the contract of DESIGN section 6
     del mesh
     settings = load(code=config, env=os.environ)
     guard = Guard(settings.max_errors, debug=os.environ.get("TPWATCH_DEBUG") == "1")
+    if not (dist.is_available() and dist.is_initialized()):
+        return _inert(settings, guard, "torch.distributed is not initialised: one rank has nothing to compare")
+    session = Session(settings, guard)
+    if not settings.enabled:
+        outcome = guard.attempt("attach", session.decline)
+        return outcome.value or _inert(settings, guard, "disabled")
     chosen = choose(adapter if adapter != "auto" else settings.adapter)
     if chosen is None:
         return _inert(settings, guard, "no supported framework is installed (Megatron-core 0.16 to 0.19)")
-    if not (dist.is_available() and dist.is_initialized()):
-        return _inert(
-            settings,
-            guard,
-            "torch.distributed is not initialised: there is one rank and nothing to compare",
-        )
     _refuse_lonely_abort(settings, chosen, groups)
-    session = Session(settings, guard, chosen)
-    outcome = guard.attempt("attach", session.open, model, optimizer, groups)
+    outcome = guard.attempt("attach", session.open, chosen, _chunks(model), optimizer, groups)
     return outcome.value or _inert(settings, guard, f"attach failed: {guard.last_error}")
 
 
 def _refuse_lonely_abort(config: Config, adapter: Adapter, groups: Groups | None) -> None:
     """One group that stops alone would leave its DP and PP peers waiting in a collective for ever."""
     size = dist.get_world_size(adapter.group(groups)[1])
-    if config.on_fault == "abort" and size != dist.get_world_size():
+    if config.on_fault == "abort" and 1 < size < dist.get_world_size():
         rule = (
             f"needs one replica group, and this job of {dist.get_world_size()} ranks has groups of"
             f" {size}: the ranks of other groups would be left in a collective"
@@ -104,6 +103,9 @@ def _refuse_lonely_abort(config: Config, adapter: Adapter, groups: Groups | None
 def _inert(config: Config, guard: Guard, reason: str) -> Watch:
     logger.warning("tpwatch: not watching: %s", reason)
     return Watch(config, guard, reason=reason)
+
+
+_SWITCHED_OFF = "switched off (TPWATCH_DISABLED or enabled: false)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,19 +122,23 @@ class Session:
     From the examination of the host to a Watch that is installed, or the reason why not.
     """
 
-    def __init__(self, config: Config, guard: Guard, adapter: Adapter) -> None:
-        """Nothing happens yet."""
+    def __init__(self, config: Config, guard: Guard) -> None:
+        """Nothing is said yet."""
         self.config = config
         self.guard = guard
-        self.adapter = adapter
         self.rank = dist.get_rank()
         self.world = list(range(dist.get_world_size()))
         self.store = default_store()
         self.round = next_round(self.store, "attach", self.rank)
 
-    def open(self, model: Any, optimizer: Any, groups: Groups | None) -> Watch:  # noqa: ANN401
+    def decline(self) -> Watch:
+        """Tell the other ranks that this one is switched off, and wait for nobody."""
+        meeting = Meeting(self.store, f"attach/{self.round}", self.rank, self.world, self._timeout)
+        return self._off(meeting.decline(f"rank {self.rank}: {_SWITCHED_OFF}"))
+
+    def open(self, adapter: Adapter, chunks: list[Any], optimizer: Any, groups: Groups | None) -> Watch:  # noqa: ANN401
         """Meet all ranks, agree on the plan, build, meet again, install."""
-        examined = self.guard.attempt("discovery", self.adapter.examine, _chunks(model), optimizer, self.config, groups)
+        examined = self.guard.attempt("discovery", adapter.examine, chunks, optimizer, self.config, groups)
         hello = self._hello(examined.error)
         out, reason = self._meet_everyone(hello)
         if reason or examined.value is None:
@@ -159,10 +165,8 @@ class Session:
         return self.config.handshake_timeout
 
     def _hello(self, error: Exception | None) -> dict[str, Any]:
-        enabled = self.config.enabled and error is None
-        why = "TPWATCH_DISABLED or enabled: false" if not self.config.enabled else f"cannot attach: {error}"
         return {
-            "enabled": enabled, "why": "" if enabled else why, "version": tpwatch.__version__,
+            "failed": f"cannot attach: {error}" if error else "", "version": tpwatch.__version__,
             "config": self.config.digest(), "out": self.config.out or _default_directory(),
         }  # fmt: skip
 
@@ -207,7 +211,8 @@ class Session:
                 directory,
                 {"tpwatch": tpwatch.__version__, "world_size": len(self.world), **host.versions},
             )
-        if self.rank != plan.ranks[0]:
+        alone = len(plan.ranks) == 1 and self.rank != 0
+        if self.rank != plan.ranks[0] or alone:
             return None
         log = RunLog(directory, plan.group, incarnation=f"{self.round}-{os.getpid()}")
         versions = {
@@ -258,9 +263,8 @@ class Session:
 
     def _off(self, reason: str) -> Watch:
         """Stay off: one warning for the job, not one per rank."""
-        level = logging.WARNING if self.rank == 0 or self.rank == self.world[-1] else logging.INFO
-        if self.rank == 0:
-            logger.log(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
+        level = logging.WARNING if self.rank == 0 else logging.DEBUG
+        logger.log(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
         return Watch(self.config, self.guard, reason=reason)
 
 
@@ -277,8 +281,8 @@ def _disagreement(heard: Mapping[int, Mapping[str, Any]]) -> str:
     """Why this job cannot be watched, from what the ranks said so far."""
     first = heard[min(heard)]
     for rank, said in heard.items():
-        if not said["enabled"]:
-            return f"rank {rank}: {said['why']}"
+        if said["failed"]:
+            return f"rank {rank}: {said['failed']}"
         for key in ("version", "config"):
             if said[key] != first[key]:
                 return f"rank {rank} has another {key} ({said[key]}) than rank {min(heard)} ({first[key]})"

@@ -147,9 +147,11 @@ class Watch:
 
         One last comparison of values if every rank agrees to it in time, then `detach`.
         """
-        if self.enabled and self._meet("finish", everyone=True):
-            self.check()
-        self._close(last_word=True, wait=True)
+        try:
+            if self.enabled and self._meet("finish", everyone=True):
+                self.check()
+        finally:
+            self._close(last_word=True, wait=True)
 
     def abandon(self) -> None:
         """An end by exception: keep what was recorded; no collective, no waiting for anyone."""
@@ -292,8 +294,13 @@ class Watch:
         """Let go of the host, close the log, and on rank 0 write the summary once the others have closed theirs."""
         if self._closed:
             return
-        if last_word:
-            self._run("last check", lambda monitor: monitor.catch_up())
+        try:
+            if last_word:
+                self._run("last check", lambda monitor: monitor.catch_up())
+        finally:
+            self._let_go(wait=wait)
+
+    def _let_go(self, *, wait: bool) -> None:
         self._closed = True
         if self._monitor is not None:
             self._guard.attempt("closing the lookout", self._monitor.close)

@@ -64,6 +64,17 @@ def watched(directory: Path) -> list[str]:
     return [name for event in events(directory, "start") for name in event["names"]]
 
 
+PORTS: list[int] = []
+"""Ports handed out by `rank_environment`: the ranks of one world share one."""
+
+
+def rank_environment(rank: int, world: int) -> dict[str, str]:
+    """Environment of one rank of a world on loopback; rank 0 opens a new world."""
+    if rank == 0:
+        PORTS.append(_free_port())
+    return {"PYTHONPATH": str(ROOT), **_environment(rank, world, PORTS[-1])}
+
+
 def ranks(
     command: list[str],
     world: int,

@@ -48,6 +48,26 @@ SIGNATURE = {
     "UNROLL": "constexpr",
 }
 
+FOLD_SIGNATURE = {
+    "starts": "*i32",
+    "counts": "*i32",
+    "hashes": "*i64",
+    "partials": "*fp64",
+    "group_hashes": "*i64",
+    "group_partials": "*fp64",
+}
+FINISH_SIGNATURE = {
+    "starts": "*i32",
+    "counts": "*i32",
+    "length_keys": "*i64",
+    "hashes": "*i64",
+    "partials": "*fp64",
+    "out": "*fp64",
+    "head": "*fp64",
+    "head_stride": "i32",
+    "HEADS": "constexpr",
+}
+
 INSTRUCTION = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(.*?);")
 BRANCH = re.compile(r"\bBRA\b.*?0x([0-9a-f]+)")
 OPERATION = re.compile(r"^(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
@@ -70,25 +90,32 @@ class Compiled:
         return sum(operation.startswith(prefix) for operation in self.main_loop)
 
 
-def compile_kernel(capability: int, kind: str, item: int) -> Any:
-    """Compile `chunk_kernel` ahead of time for one compute capability."""
+def compile_kernel(capability: int, name: str, signature: dict[str, str], **constants: int) -> Any:
+    """Compile one kernel ahead of time for one compute capability."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from tpwatch.fingerprint import triton_kernels as kernels
 
-    names = kernels.chunk_kernel.arg_names
-    values = {"KIND": getattr(kernels, kind).value, "ITEM": item, "UNROLL": kernels.UNROLL}
-    pointers = [i for i, name in enumerate(names) if SIGNATURE[name].startswith("*")]
+    kernel = getattr(kernels, name)
+    names = kernel.arg_names
+    pointers = [i for i, n in enumerate(names) if signature[n].startswith("*") and n != "head"]
     source = ASTSource(
-        fn=kernels.chunk_kernel,
-        signature=SIGNATURE,
-        constexprs={(names.index(name),): value for name, value in values.items()},
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(constant),): value for constant, value in constants.items()},
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
-    target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=dict(kernels.OPTIONS))
+    options = kernels.OPTIONS if name == "chunk_kernel" else kernels.SUM_OPTIONS
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(options))
+
+
+def kind_constants(kind: str, item: int) -> dict[str, int]:
+    """Compile-time constants of `chunk_kernel` for one kind of element."""
+    from tpwatch.fingerprint import triton_kernels as kernels
+
+    return {"KIND": getattr(kernels, kind).value, "ITEM": item, "UNROLL": kernels.UNROLL}
 
 
 def disassemble(cubin: Path) -> tuple[int, list[tuple[int, str]]]:
@@ -133,7 +160,8 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     capability, kind, item = request.param
     cubin = tmp_path / "kernel.cubin"
-    cubin.write_bytes(compile_kernel(capability, kind, item).asm["cubin"])
+    compiled = compile_kernel(capability, "chunk_kernel", SIGNATURE, **kind_constants(kind, item))
+    cubin.write_bytes(compiled.asm["cubin"])
     registers, code = disassemble(cubin)
     return Compiled(registers, max(innermost_loops(code), key=vector_loads)), BUDGETS[kind, item]
 
@@ -149,6 +177,25 @@ def test_main_loop(case: tuple[Compiled, int]) -> None:
     assert compiled.count("LDS") + compiled.count("BAR") == 0
     assert len(compiled.main_loop) / rows <= budget
     assert compiled.registers <= REGISTERS
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("heads", [0, 5])
+def test_summing_kernels_do_not_spill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: int, heads: int
+) -> None:
+    """The kernels behind the main one compile for every generation and keep to registers."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    kernels = (
+        compile_kernel(capability, "fold_kernel", FOLD_SIGNATURE),
+        compile_kernel(capability, "finish_kernel", FINISH_SIGNATURE, HEADS=heads),
+    )
+    for kernel in kernels:
+        cubin = tmp_path / "kernel.cubin"
+        cubin.write_bytes(kernel.asm["cubin"])
+        _, code = disassemble(cubin)
+        assert len(code) > 50
+        assert not any(re.search(r"\b(STL|LDL|ATOM|RED)\b", text) for _, text in code)
 
 
 def test_no_atomics() -> None:

@@ -7,19 +7,21 @@ other run. Knows the catalogue and files, not torch.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tpwatch._guard import shield
 from tpwatch.cli.codes import CLEAN, FAULTS
 from tpwatch.cli.demo_verdict import Judged, closing_table, judge
 from tpwatch.cli.output import say
+from tpwatch.errors import ConfigError
+from tpwatch.export.jsonl import make_directory
 from tpwatch.lab import catalog
-from tpwatch.lab.catalog import Fault
+from tpwatch.lab.launch import Job, launch, missing, pools, run_directory
 from tpwatch.report.events import read_events
 from tpwatch.report.live import Screen, open_screen
 from tpwatch.report.summary import merged_findings, summarize_events, timeline
@@ -38,24 +40,14 @@ SHOWCASE = (
 REFRESH_SECONDS = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Play:
-    """One entry of the catalogue, as it is to be run."""
-
-    fault: Fault
-    steps: int
-    out: Path
-    fixed: bool
-
-
 def add_verbs(verbs: Any) -> None:  # noqa: ANN401 - argparse gives its sub-parsers no public type
     """Add `demo`."""
     demo = verbs.add_parser("demo", help="train real faulty models and see the faults named")
     demo.add_argument("--list", action="store_true", help="show the catalogue and exit")
     demo.add_argument("--fault", metavar="NAME[,NAME]", help="entries to run; default: a selection")
-    demo.add_argument("--tp", type=_positive, metavar="N", help="tensor-parallel size (default 2)")
-    demo.add_argument("--dp", type=_positive, metavar="M", help="data-parallel size (default 1)")
-    demo.add_argument("--steps", type=_positive, default=6, metavar="K", help="steps (default 6)")
+    demo.add_argument("--tp", type=_positive, default=2, metavar="N", help="tensor-parallel size")
+    demo.add_argument("--dp", type=_positive, metavar="M", help="data-parallel size")
+    demo.add_argument("--steps", type=_positive, default=6, metavar="K", help="training steps")
     demo.add_argument("--out", metavar="DIR", help="run directory; by default a new one")
     demo.add_argument("--fixed", action="store_true", help="with the upstream fix: must be clean")
     demo.set_defaults(verb=_demo)
@@ -65,60 +57,86 @@ def _demo(args: argparse.Namespace) -> int:
     if args.list:
         say(_listing())
         return CLEAN
-    names = args.fault.split(",") if args.fault else SHOWCASE
-    root = Path(args.out or f"tpwatch-runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    faults = [_sized(catalog.get(name.strip()), args.tp, args.dp) for name in names]
-    plays = [
-        # One fault fills the directory that was asked for, several get one each within it.
-        Play(fault, args.steps, root if len(faults) == 1 else root / fault.name, args.fixed)
-        for fault in faults
-    ]
-    judged = [_play(play) for play in plays]
+    job = _job(args)
+    say(f"training {', '.join(job.faults)}; output of the processes: {_log(job)}")
+    judged = list(_watch(job))
     say(f"\n{closing_table(judged)}")
-    say(f"\nrun directory: {root}   (tpwatch report {plays[0].out})")
+    say(f"\nrun directory: {job.out}   (next: tpwatch report {run_directory(job, job.faults[0])})")
     # A demonstration succeeds if each fault was named as it should be: finding one is no failure.
     return FAULTS if any(one.problems for one in judged) else CLEAN
 
 
+def _job(args: argparse.Namespace) -> Job:
+    """What is to be run, once it is clear that all of it can be."""
+    chosen = tuple(args.fault.split(",")) if args.fault else SHOWCASE
+    for name in chosen:
+        catalog.get(name).at(args.tp, args.dp)
+        if lacking := missing(name):
+            rule, remedy = f"needs {lacking}", "Install that extra: pip install 'tpwatch[lab]'."
+            raise ConfigError("fault", name, rule, remedy)  # noqa: EM101 - a knob, not a message
+    out = Path(args.out or f"tpwatch-runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Job(faults=chosen, out=out, tp=args.tp, dp=args.dp, steps=args.steps, fixed=args.fixed)
+
+
 def _positive(text: str) -> int:
+    """A size of at least 1, for the argument parser."""
     value = int(text)
     if value < 1:
         raise ValueError(text)
     return value
 
 
-def _sized(fault: Fault, tp: int | None, dp: int | None) -> Fault:
-    """The entry at another parallel size."""
-    sizes = {key: value for key, value in (("tp", tp), ("dp", dp)) if value is not None}
-    return replace(fault, config=replace(fault.config, **sizes))
-
-
 def _listing() -> str:
-    rows = [
-        (fault.name, fault.report or "-", fault.kind or "clean", fault.story)
-        for fault in catalog.ENTRIES
-    ]
+    rows = [(fault.name, fault.report or "-", fault.kind or "clean", fault.story) for fault in catalog.ENTRIES]
     return "\n".join(table(("name", "report", "expected", "story"), rows))
 
 
-def _play(play: Play) -> Judged:
-    """Run one entry, showing its course, and judge it."""
-    fault, config = play.fault, play.fault.config
-    fixed = ", with the upstream fix" if play.fixed else ""
-    title = f"{fault.name} (TP{config.tp} x DP{config.dp}){fixed}: {fault.story}"
-    running = _start(play)
-    with open_screen(title, say, live=sys.stdout.isatty()) as screen:
-        while running():
-            _show(play.out, screen)
-            time.sleep(REFRESH_SECONDS)
-        _show(play.out, screen)
-    run = read_events(play.out)
-    watched = {name for _, start in run.of("start") for name in start.get("names", ())}
-    summary = summarize_events(run)
-    return judge(fault, summary, sorted(watched), tp=config.tp, fixed=play.fixed)
+def _watch(job: Job) -> Iterator[Judged]:
+    """Run a job, show the course of each entry, and judge it by what its run directory holds."""
+    in_order = [name for pool in pools(job) for name in pool]
+    make_directory(job.out)
+    with _log(job).open("wb") as output:
+        running = threading.Thread(target=shield, args=(launch, job, output), daemon=True)
+        running.start()
+        for name, later in zip(in_order, [*in_order[1:], None], strict=True):
+            out = run_directory(job, name)
+            with open_screen(_title(job, name), say, live=sys.stdout.isatty()) as screen:
+                while running.is_alive() and not _over(out, job, later):
+                    _show(out, screen)
+                    time.sleep(REFRESH_SECONDS)
+                _show(out, screen)
+            yield _judge(job, name)
+        running.join()
+
+
+def _over(out: Path, job: Job, later: str | None) -> bool:
+    """True once an entry has ended in order, or the next one has begun: it may have crashed."""
+    if later is not None and run_directory(job, later).is_dir():
+        return True
+    groups = read_events(out).groups.values() if out.is_dir() else ()
+    return bool(groups) and all(events and events[-1]["event"] == "end" for events in groups)
 
 
 def _show(out: Path, screen: Screen) -> None:
     if out.is_dir():
         run = read_events(out)
         screen.show(timeline(run), merged_findings(run))
+
+
+def _judge(job: Job, name: str) -> Judged:
+    out = run_directory(job, name)
+    make_directory(out)  # a run that crashed at once is judged too: nothing was checked
+    run = read_events(out)
+    watched = {parameter for _, start in run.of("start") for parameter in start.get("names", ())}
+    summary = summarize_events(run)
+    return judge(catalog.get(name), summary, sorted(watched), tp=job.tp, fixed=job.fixed)
+
+
+def _title(job: Job, name: str) -> str:
+    fault, config = catalog.get(name), catalog.get(name).at(job.tp, job.dp)
+    fixed = f", fixed: {fault.fix}" if job.fixed and fault.fix else ""
+    return f"\n{name} (TP{config.tp} x DP{config.dp}): {fault.story}{fixed}"
+
+
+def _log(job: Job) -> Path:
+    return job.out / "lab.log"

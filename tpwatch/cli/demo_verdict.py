@@ -40,9 +40,7 @@ class Judged:
         )
 
 
-def judge(
-    fault: Fault, summary: Summary, names: Sequence[str], *, tp: int, fixed: bool = False
-) -> Judged:
+def judge(fault: Fault, summary: Summary, names: Sequence[str], *, tp: int, fixed: bool = False) -> Judged:
     """Compare a run with its entry; `names` are the parameters that were watched."""
     causes = tuple(f for f in summary.findings if f.role == "cause")
     if fixed or fault.kind is None:
@@ -102,4 +100,5 @@ def _measure(causes: Sequence[Finding]) -> str:
     ratios = [f.ratio for f in causes if f.ratio is not None and f.kind == "double-reduce"]
     if ratios:
         return f"x{number(max(ratios))}"
-    return number(max(f.max_abs for f in causes))
+    largest = max(f.max_abs for f in causes)
+    return number(largest) if largest > 0.0 else "-"

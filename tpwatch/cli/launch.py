@@ -167,7 +167,6 @@ def _runner(target: Sequence[str], *, is_module: bool) -> list[str]:
 
 def _usage(command: Sequence[str], rule: str) -> ConfigError:
     remedy = (
-        "Use `tpwatch run -- torchrun ... train.py`, or put `-m tpwatch.run` in front of the "
-        "training script yourself."
+        "Use `tpwatch run -- torchrun ... train.py`, or put `-m tpwatch.run` in front of the training script yourself."
     )
     return ConfigError("command", " ".join(command), rule, remedy)

@@ -124,7 +124,7 @@ class Workers:
         self._command = list(command)
         self._world = world
         self._output = output
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Workers:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         port = _free_port()
@@ -136,7 +136,7 @@ class Workers:
                 stdout=self._output,
                 stderr=self._output,
             )
-            self._processes.append(process)
+            self.processes.append(process)
         return self
 
     def __exit__(
@@ -149,7 +149,7 @@ class Workers:
 
     def poll(self) -> int | None:
         """The exit code once all have ended, or one has failed; None as long as they run."""
-        codes = [process.poll() for process in self._processes]
+        codes = [process.poll() for process in self.processes]
         failed = next((code for code in codes if code), None)
         if failed is not None:
             return failed if failed > 0 else 128 - failed
@@ -169,12 +169,12 @@ class Workers:
 
         Those that a failed peer left in a collective would wait for it for ever.
         """
-        if any(process.poll() for process in self._processes):
+        if any(process.poll() for process in self.processes):
             self._wait_for_all()
-        for process in self._processes:
+        for process in self.processes:
             process.terminate()
         self._wait_for_all()
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
             process.wait()
             if process.stdin:
@@ -183,7 +183,7 @@ class Workers:
     def _wait_for_all(self) -> None:
         """Give the processes `GRACE` seconds, all of them together."""
         deadline = time.monotonic() + GRACE
-        while time.monotonic() < deadline and None in [p.poll() for p in self._processes]:
+        while time.monotonic() < deadline and None in [p.poll() for p in self.processes]:
             time.sleep(0.05)
 
 

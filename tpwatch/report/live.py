@@ -15,7 +15,7 @@ from tpwatch.records import Finding
 from tpwatch.report.summary import StepRow
 from tpwatch.report.table import number, printable
 
-HEADERS = ("step", "values differ", "gradients differ", "max abs", "found so far")
+HEADERS = ("step", "values differ", "reduced gradients differ", "max abs")
 ROWS_SHOWN = 12
 
 
@@ -35,19 +35,23 @@ def open_screen(title: str, say: Callable[[str], None], *, live: bool) -> Abstra
 
 
 class Lines:
-    """One line per new step."""
+    """One line per new step, and one whenever more has been found."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._shown = -1
+        self._found = ""
 
     def show(self, steps: Sequence[StepRow], findings: Sequence[Finding]) -> None:
-        """Write the steps that were not there before."""
+        """Write what was not there before."""
         for row in steps:
             if row.step > self._shown:
                 self._shown = row.step
-                cells = zip(HEADERS, _cells(row, findings), strict=True)
+                cells = zip(HEADERS, _cells(row), strict=True)
                 self._say("  " + ", ".join(f"{name} {cell}" for name, cell in cells))
+        if (found := _found(findings)) != self._found:
+            self._found = found
+            self._say(f"  {found}")
 
 
 class Redrawn:
@@ -62,11 +66,13 @@ class Redrawn:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(self._title), title_justify="left")
+        found = Text(_found(findings))
+        table = Table(title=Text(self._title), caption=found, title_justify="left")
+        table.caption_justify = "left"
         for header in HEADERS:
-            table.add_column(header, justify="left" if header == HEADERS[-1] else "right")
+            table.add_column(header, justify="right")
         for row in steps[-ROWS_SHOWN:]:
-            table.add_row(*(Text(cell) for cell in _cells(row, findings)))
+            table.add_row(*(Text(cell) for cell in _cells(row)))
         self._update(table)
 
 
@@ -78,21 +84,17 @@ def _rich_screen(title: str) -> Iterator[Screen]:
         yield Redrawn(title, live.update)
 
 
-def _cells(row: StepRow, findings: Sequence[Finding]) -> tuple[str, ...]:
-    differing = max(row.differing.get(point, 0) for point in ("grad_pre", "grad_post"))
-    return (
-        str(row.step),
-        str(row.differing.get("param", 0)),
-        str(differing),
-        number(row.max_abs),
-        _found(row.step, findings),
-    )
+def _cells(row: StepRow) -> tuple[str, ...]:
+    # Gradients before the reduction are left out: partial ones differ on healthy runs, too.
+    values, gradients = row.differing.get("param", 0), row.differing.get("grad_post", 0)
+    return (str(row.step), str(values), str(gradients), number(row.max_abs))
 
 
-def _found(step: int, findings: Sequence[Finding]) -> str:
-    """Causes that had begun by this step: kind, how many, and one of them."""
-    begun = [f for f in findings if f.role == "cause" and f.first_step <= step]
-    if not begun:
-        return "-"
-    kinds = ", ".join(sorted({f.kind for f in begun}))
-    return f"{kinds} ({len(begun)}): {printable(begun[0].parameter)}"
+def _found(findings: Sequence[Finding]) -> str:
+    """The causes so far: kinds, how many, and one of them."""
+    causes = [f for f in findings if f.role == "cause"]
+    if not causes:
+        return ""
+    kinds = ", ".join(sorted({f.kind for f in causes}))
+    more = f" and {len(causes) - 1} more" if len(causes) > 1 else ""
+    return f"found {kinds}: {printable(causes[0].parameter)}{more}"

@@ -1,0 +1,63 @@
+"""Who has a gradient and who has not: this rank's flags, and the full list of absent ranks once it matters.
+
+Knows the flag columns of the entry side and one gather; not what is concluded from an absence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from tpwatch.exchange import FLAGS, Exchange, presence_flags
+from tpwatch.records import RowObservation
+
+
+class Presence:
+    """Presence of the gradients of one plan over one replica group."""
+
+    def __init__(self, exchange: Exchange, ranks: Sequence[int], group_rank: int, device: torch.device) -> None:
+        """Nothing is known yet; `ranks` are global, in group order."""
+        self._exchange = exchange
+        self._ranks = ranks
+        self._group_rank = group_rank
+        self._device = device
+        self._present: tuple[float, ...] = ()
+        self._flags = torch.zeros(FLAGS, 0, dtype=torch.float64, device=device)
+        self._absent: dict[int, tuple[int, ...]] = {}
+
+    def pack(self, flags: torch.Tensor, present: Sequence[float]) -> None:
+        """Write this rank's flags `[FLAGS, n]`; worked out only when they change.
+
+        They are written every time: the buffer holds what the last all-reduce left there.
+        """
+        if tuple(present) != self._present:
+            self._flags = torch.zeros_like(flags)
+            presence_flags(self._flags, present, self._group_rank)
+            self._present = tuple(present)
+        flags.copy_(self._flags)
+
+    def find_absent(self, rows: Sequence[RowObservation]) -> None:
+        """Learn which ranks lack the gradients of `rows`: the reduced columns tell the ends only.
+
+        One collective the first time a row is uneven and whenever its ends have changed. Every rank
+        read the same `rows` from the reduced buffer and so enters it.
+        """
+        if all(_ends(self._absent.get(row.index, ())) == row.absent for row in rows):
+            return
+        mine = [self._present[row.index] for row in rows]
+        marks = torch.tensor(mine, dtype=torch.float64, device=self._device)
+        present = self._exchange.gather(marks).T.tolist()
+        for row, column in zip(rows, present, strict=True):
+            pairs = zip(self._ranks, column, strict=True)
+            self._absent[row.index] = tuple(rank for rank, mark in pairs if mark == 0.0)
+
+    def complete(self, rows: Sequence[RowObservation]) -> list[RowObservation]:
+        """Return `rows` with all absent ranks, where `find_absent` has learned them."""
+        return [replace(row, absent=self._absent.get(row.index, row.absent)) if row.absent else row for row in rows]
+
+
+def _ends(ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """Lowest and highest of sorted ranks, one if they are the same."""
+    return (ranks[0], ranks[-1]) if len(ranks) > 1 else ranks
