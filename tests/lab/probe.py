@@ -1,7 +1,7 @@
 """One rank of a measurement: trains entries of the catalogue and stores what the TP reduction did.
 
 Independent of tpwatch's monitor, on purpose. Every rank writes `OUT/<job>.rank<r>.pt`, the fields of
-`tests.lab.measured.Rank`; jobs are `name[:fixed][:<steps>]`.
+`tests.lab.measured.Run`; jobs are `name[:fixed][:<steps>][:tp<size>]`, by default at TP = world.
 """
 
 from __future__ import annotations
@@ -72,28 +72,29 @@ def measure(run: Any, steps: int, *, stop: bool) -> dict[str, Any]:
     return {"losses": losses, "steps": rows, "reduction": original.__name__}
 
 
-def run_job(job: str, tp: int) -> dict[str, Any]:
+def run_job(job: str) -> dict[str, Any]:
     """Build and measure one entry of the catalogue."""
     name, *options = job.split(":")
-    fixed = "fixed" in options
+    fixed, world = "fixed" in options, dist.get_world_size()
     steps = next((int(option) for option in options if option.isdigit()), DEFAULT_STEPS)
+    tp = next((int(option[2:]) for option in options if option.startswith("tp")), world)
     entry = catalog.get(name)
-    config = entry.at(tp, dist.get_world_size() // tp)
+    config = entry.at(tp, world // tp)
     run, mechanism = faults.build(entry, config, fixed=fixed)
     mechanism.after_attach(run)
     data = measure(run, steps, stop=entry.wedges and not fixed)
     run.close()
-    return data
+    return {**data, "tp": tp}
 
 
-def main(out: Path, tp: int, jobs: list[str]) -> None:
+def main(out: Path, jobs: list[str]) -> None:
     """Measure every job and write this rank's file for each."""
     if any(catalog.get(job.split(":")[0]).transformer_engine for job in jobs):
         te.install()
     cpu.install()
     dist.init_process_group("gloo")
     for job in jobs:
-        torch.save(run_job(job, tp), out / f"{job.replace(':', '-')}.rank{dist.get_rank()}.pt")
+        torch.save(run_job(job), out / f"{job.replace(':', '-')}.rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
 
 
@@ -101,4 +102,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.lab.measured import Run, equal, run_probe
+from tests.lab.measured import TOLERANCE, Run, equal, run_probe
 from tpwatch.lab import catalog
 
 pytestmark = [pytest.mark.megatron, pytest.mark.te, pytest.mark.timeout(200)]
@@ -40,5 +40,5 @@ def test_the_recreation_computes_the_same(runs: dict[str, Run]) -> None:
     real, recreated = runs[REAL].rows(1), runs[RECREATED].rows(1)
     assert real.keys() == recreated.keys()
     for name, row in real.items():
-        torch.testing.assert_close(row.before, recreated[name].before, rtol=1e-3, atol=2e-6)
-        torch.testing.assert_close(row.after, recreated[name].after, rtol=1e-3, atol=2e-6)
+        torch.testing.assert_close(row.before, recreated[name].before, **TOLERANCE)
+        torch.testing.assert_close(row.after, recreated[name].after, **TOLERANCE)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.unit._samples import finding
+from tests.commands import run_python
+from tests.unit._samples import finding, plan, step_report
 from tpwatch.cli import main
 from tpwatch.cli.demo_verdict import Judged, closing_table, judge
+from tpwatch.config import Config
+from tpwatch.export.jsonl import RunLog
 from tpwatch.lab.catalog import ENTRIES, Fault, Faulty
+from tpwatch.lab.launch import Job, run_directory
 from tpwatch.records import Finding, Summary
 from tpwatch.report.live import Lines, open_screen
 from tpwatch.report.summary import StepRow
@@ -170,3 +175,122 @@ def test_an_unknown_fault_is_a_usage_error_with_the_nearest(
     """Before anything is started."""
     assert main(["demo", "--fault", "ple-dubble-sum"]) == 2
     assert "Did you mean 'ple-double-sum'?" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------- the verb
+
+
+def lab_that_writes(monkeypatch: pytest.MonkeyPatch, *findings: Finding) -> None:
+    """Put in the lab's place a run of two checked steps with these findings."""
+
+    def launch(job: Job, _output: object) -> int:
+        for name in job.faults:
+            watched = plan("decoder.layers.0.per_layer_embedding.conv1d.weight", "x")
+            log = RunLog(run_directory(job, name), watched.group, "first")
+            log.start(watched, 0, Config())
+            log.check(step_report(1))
+            for found in findings:
+                log.finding(1, found)
+            log.end(1)
+            log.close()
+        return 0
+
+    monkeypatch.setattr("tpwatch.cli.demo.launch", launch)
+    monkeypatch.setattr("tpwatch.cli.demo.missing", lambda _name: "")
+
+
+CONV = finding(parameter="decoder.layers.0.per_layer_embedding.conv1d.weight")
+
+
+def test_a_fault_named_as_expected_is_a_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The demo shows its course, the closing table and where the run directory is."""
+    lab_that_writes(monkeypatch, CONV)
+    out = tmp_path / "run"
+    assert main(["demo", "--fault", "ple-double-sum", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "step 1, values differ 0" in shown
+    assert "found double-reduce" in shown
+    assert "as expected" in shown
+    assert f"run directory: {out}" in shown
+
+
+def test_a_fault_that_was_not_named_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And so is a fixed one that was."""
+    lab_that_writes(monkeypatch)
+    command = ["demo", "--fault", "ple-double-sum", "--out"]
+    assert main([*command, str(tmp_path / "a")]) == 1
+    assert "no cause was named" in capsys.readouterr().out
+    lab_that_writes(monkeypatch, CONV)
+    assert main([*command, str(tmp_path / "b"), "--fixed"]) == 1
+
+
+def test_a_lab_that_crashes_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left nothing behind: nothing was checked."""
+    monkeypatch.setattr("tpwatch.cli.demo.launch", lambda _job, _output: 1)
+    monkeypatch.setattr("tpwatch.cli.demo.missing", lambda _name: "")
+    assert main(["demo", "--fault", "ple-double-sum", "--out", str(tmp_path / "run")]) == 1
+
+
+def test_several_faults_get_a_directory_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Below the one that was asked for."""
+    lab_that_writes(monkeypatch, CONV)
+    names = "ple-double-sum,lora-unsummed"
+    assert main(["demo", "--fault", names, "--out", str(tmp_path / "run")]) == 1
+    assert (tmp_path / "run" / "lora-unsummed" / "events.tp-0.jsonl").is_file()
+    assert "lora-unsummed: named double-reduce, not missing-reduce" in capsys.readouterr().out
+
+
+def test_a_directory_with_a_run_is_not_used_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the earlier run found would be taken for this one's."""
+    lab_that_writes(monkeypatch, CONV)
+    command = ["demo", "--fault", "ple-double-sum", "--out", str(tmp_path / "run")]
+    assert main(command) == 0
+    assert main(command) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_a_size_that_does_not_divide_is_a_usage_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Before anything is started."""
+    assert main(["demo", "--fault", "dense-sp", "--tp", "3"]) == 2
+    assert "multiple of the tensor-parallel size 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--tp", "--dp", "--steps"])
+@pytest.mark.parametrize("value", ["0", "two"])
+def test_a_size_that_is_no_size_is_a_usage_error(option: str, value: str) -> None:
+    """From the argument parser."""
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", option, value])
+    assert stop.value.code == 2
+
+
+def test_a_fault_whose_packages_are_missing_says_which(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the extra that brings them."""
+    monkeypatch.setattr("tpwatch.cli.demo.missing", lambda _name: "megatron-core (extra lab)")
+    assert main(["demo"]) == 2
+    assert "needs megatron-core (extra lab)" in capsys.readouterr().err
+
+
+@pytest.mark.megatron
+def test_the_demo_names_a_real_fault_and_finds_the_fixed_one_clean(tmp_path: Path) -> None:
+    """Real Megatron-core on two ranks, as a user would start it."""
+    demo = ("-m", "tpwatch", "demo", "--fault", "ple-double-sum,dense-sp", "--steps", "4")
+    done = run_python(*demo, "--out", str(tmp_path / "faulty"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("as expected") == 2
+    assert (tmp_path / "faulty" / "ple-double-sum" / "summary.json").is_file()
+    fixed = run_python(*demo, "--fixed", "--out", str(tmp_path / "fixed"))
+    assert fixed.returncode == 0, fixed.stdout + fixed.stderr
+    assert fixed.stdout.count("as expected") == 2

@@ -99,6 +99,11 @@ def test_camps_thresholds_and_absent_ranks_are_shown() -> None:
     assert "hence the lower confidence" in report
 
 
+def test_ranks_that_all_differ_are_no_camps() -> None:
+    """At two ranks they would say nothing."""
+    assert "camps" not in text(finding(evidence={"camps_param": [[0], [1]]}))
+
+
 def test_consequences_stand_in_one_line_below_their_cause() -> None:
     """They are no alarms of their own."""
     follower = finding(kind="drift", role="consequence", caused_by="a")

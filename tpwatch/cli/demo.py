@@ -68,14 +68,18 @@ def _demo(args: argparse.Namespace) -> int:
 
 def _job(args: argparse.Namespace) -> Job:
     """What is to be run, once it is clear that all of it can be."""
-    chosen = tuple(args.fault.split(",")) if args.fault else SHOWCASE
-    for name in chosen:
+    names = tuple(args.fault.split(",")) if args.fault else SHOWCASE
+    out = Path(args.out or f"tpwatch-runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
+    job = Job(faults=names, out=out, tp=args.tp, dp=args.dp, steps=args.steps, fixed=args.fixed)
+    for name in names:
         catalog.get(name).at(args.tp, args.dp)
         if lacking := missing(name):
-            rule, remedy = f"needs {lacking}", "Install that extra: pip install 'tpwatch[lab]'."
-            raise ConfigError("fault", name, rule, remedy)  # noqa: EM101 - a knob, not a message
-    out = Path(args.out or f"tpwatch-runs/demo-{time.strftime('%Y%m%d-%H%M%S')}")
-    return Job(faults=chosen, out=out, tp=args.tp, dp=args.dp, steps=args.steps, fixed=args.fixed)
+            remedy = "Install that extra: pip install 'tpwatch[lab]'."
+            raise ConfigError(knob="fault", value=name, rule=f"needs {lacking}", remedy=remedy)
+        if any(run_directory(job, name).glob("events.*")):
+            rule, remedy = "holds a run already, which would be judged too", "Choose another."
+            raise ConfigError(knob="out", value=str(out), rule=rule, remedy=remedy)
+    return job
 
 
 def _positive(text: str) -> int:

@@ -111,7 +111,7 @@ def _rank_facts(finding: Finding) -> Iterator[str]:
             yield f"{text}: {_ranks(finding.evidence[key])}"
     for point in ("param", "grad_post"):
         camps = finding.evidence.get(f"camps_{point}", ())
-        if len(camps) > 1:
+        if any(len(camp) > 1 for camp in camps):  # else every rank stands alone
             yield f"camps of equal ranks at {point}: {' | '.join(_ranks(camp) for camp in camps)}"
     if "threshold" in finding.evidence:
         yield f"past your threshold: {printable(str(finding.evidence['threshold']))}"
@@ -155,7 +155,8 @@ def _timeline(summary: Summary, steps: Sequence[StepRow]) -> list[str]:
     if len(rows) > 2 * EDGE_ROWS:
         rows = [*rows[:EDGE_ROWS], ("...",) * 6, *rows[-EDGE_ROWS:]]
     headers = ("step", "values differ", "gradients before", "after", "max abs", "max rel")
-    return ["", "Replicas that are not bit-identical, per step", *table(headers, rows, "  ")]
+    heading = "Replicas not bit-identical, per step (partial gradients differ before by design)"
+    return ["", heading, *table(headers, rows, "  ")]
 
 
 def _not_claimed(summary: Summary) -> list[str]:
