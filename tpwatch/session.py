@@ -139,13 +139,16 @@ class Session:
     def open(self, adapter: Adapter, chunks: list[Any], optimizer: Any, groups: Groups | None) -> Watch:  # noqa: ANN401
         """Meet all ranks, agree on the plan, build, meet again, install."""
         examined = self.guard.attempt("discovery", adapter.examine, chunks, optimizer, self.config, groups)
-        hello = self._hello(examined.error)
-        out, reason = self._meet_everyone(hello)
+        axis, group = adapter.group(groups)
+        ranks = dist.get_process_group_ranks(group) if group else self.world
+        meeting = Meeting(self.store, f"attach/{self.round}", self.rank, self.world, self._timeout)
+        reason = meeting.hold(self._hello(f"{axis}-{ranks[0]}", examined.error), _disagreement)
         if reason or examined.value is None:
             return self._off(reason)
         host = examined.value
-        ranks = dist.get_process_group_ranks(host.group) if host.group else self.world
-        directory = _shared_directory(out)
+        directory = _shared_directory(str(meeting.payload(0)["out"]))
+        if self.rank == 0:
+            self._write_meta(host, directory, meeting)
         found = discover(host.axis, ranks, host.candidates, self.config.watch)
         for warning in found.warnings if self.rank == 0 else ():
             logger.warning("tpwatch: %s", warning)
@@ -164,17 +167,19 @@ class Session:
     def _timeout(self) -> float:
         return self.config.handshake_timeout
 
-    def _hello(self, error: Exception | None) -> dict[str, Any]:
+    def _hello(self, group: str, error: Exception | None) -> dict[str, Any]:
         return {
-            "failed": f"cannot attach: {error}" if error else "", "version": tpwatch.__version__,
+            "group": group, "failed": f"cannot attach: {error}" if error else "", "version": tpwatch.__version__,
             "config": self.config.digest(), "out": self.config.out or _default_directory(),
         }  # fmt: skip
 
-    def _meet_everyone(self, hello: dict[str, Any]) -> tuple[str, str]:
-        """Run directory as rank 0 chose it, and why tpwatch stays off (empty: it may go on)."""
-        meeting = Meeting(self.store, f"attach/{self.round}", self.rank, self.world, self._timeout)
-        reason = meeting.hold(hello, _disagreement)
-        return ("", reason) if reason else (str(meeting.payload(0)["out"]), "")
+    def _write_meta(self, host: Host, directory: str, meeting: Meeting) -> None:
+        """`meta.json`: with the names of all groups, a reader can miss the event file of one."""
+        groups = {str(said["group"]) for said in meeting.payloads().values()}
+        alone = len(groups) == len(self.world)
+        facts = {"tpwatch": tpwatch.__version__, "world_size": len(self.world), **host.versions}
+        facts["groups"] = [f"{host.axis}-0"] if alone else sorted(groups)
+        self.guard.attempt("writing meta.json", write_meta, directory, facts)
 
     def _agree_on_plan(self, found: Discovery, ranks: Sequence[int]) -> Agreed:
         """The plan itself if all ranks of the group have the same, else what they have in common."""

@@ -22,7 +22,7 @@ COMMANDS: dict[str, set[str]] = {
     "config schema": set(),
     "config show": {"--config", "--format"},
     "config validate": {"FILES"},
-    "demo": {"--fault", "--fixed", "--list", "--out", "--steps", "--tp"},
+    "demo": {"--dp", "--fault", "--fixed", "--list", "--out", "--steps", "--tp"},
     "doctor": {"--format"},
     "explain": {"NAME", "--format"},
     "report": {"DIRECTORY", "--format"},

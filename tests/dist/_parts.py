@@ -114,9 +114,7 @@ class Rig:
         self.monitor.end_of_step()
 
 
-def plan_of(
-    parameters: Sequence[torch.Tensor], *, rule: Rule = "sum", names: Sequence[str] = ()
-) -> WatchPlan:
+def plan_of(parameters: Sequence[torch.Tensor], *, rule: Rule = "sum", names: Sequence[str] = ()) -> WatchPlan:
     """Return a plan over all ranks of the default group, rows named `p0`, `p1`, ..."""
     replicas = tuple(
         ReplicaSpec(

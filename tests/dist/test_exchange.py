@@ -48,9 +48,7 @@ def exchanged(rank: int, size: int) -> torch.Tensor:
 def test_one_collective_brings_max_and_min_of_every_column(world: int) -> None:
     """Each rank ends up with the largest and the smallest of every column over the ranks."""
     columns = torch.stack([normal(r, Layout(5).half, dtype=torch.float64) for r in range(world)])
-    columns[:, : len(HEADER)] = torch.tensor(
-        [[float(r + i) for i in range(len(HEADER))] for r in range(world)]
-    )
+    columns[:, : len(HEADER)] = torch.tensor([[float(r + i) for i in range(len(HEADER))] for r in range(world)])
     for both in run_ranks(world, exchanged, 5):
         torch.testing.assert_close(both[0], columns.max(0).values, rtol=0, atol=0)
         torch.testing.assert_close(-both[1], columns.min(0).values, rtol=0, atol=0)

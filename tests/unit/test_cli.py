@@ -71,9 +71,7 @@ def test_a_fault_weighs_more_than_a_check_that_was_not_completed(tmp_path: Path)
     assert main(["check", run_directory(tmp_path, finding(), checks=0)]) == 1
 
 
-def test_a_missing_group_fails_the_gate_unless_allowed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_group_fails_the_gate_unless_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Part of the job left no events."""
     directory = run_directory(tmp_path)
     write_meta(tmp_path, {"groups": ["tp-0", "tp-2"]})
@@ -115,9 +113,7 @@ def test_the_gate_names_each_cause(tmp_path: Path, capsys: pytest.CaptureFixture
 # --------------------------------------------------------------------------------------- report
 
 
-def test_a_report_of_faults_is_no_failure(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_of_faults_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`check` is the gate."""
     assert main(["report", run_directory(tmp_path, finding())]) == 0
     assert "Verdict: faults" in capsys.readouterr().out
@@ -147,9 +143,7 @@ def test_color_needs_a_terminal_and_no_no_color(
     assert ("\x1b" in capsys.readouterr().out) is colored
 
 
-def test_a_report_in_json_has_the_timeline(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_in_json_has_the_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One entry per checked step."""
     main(["report", run_directory(tmp_path), "--format", "json"])
     assert [row["step"] for row in json.loads(capsys.readouterr().out)["timeline"]] == [1, 2]
@@ -240,9 +234,7 @@ def test_the_schema_is_json(capsys: pytest.CaptureFixture[str]) -> None:
 # --------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["nonsense"], ["check"], ["check", "x", "--fail-on", "panic"], ["report", "--x"]]
-)
+@pytest.mark.parametrize("argv", [[], ["nonsense"], ["check"], ["check", "x", "--fail-on", "panic"], ["report", "--x"]])
 def test_wrong_usage_exits_with_2(argv: list[str]) -> None:
     """As argparse does it."""
     with pytest.raises(SystemExit) as stop:
@@ -278,9 +270,7 @@ def test_an_internal_error_is_one_line_with_a_hint(
     assert "TPWATCH_DEBUG=1" in err
 
 
-def test_an_internal_error_shows_its_traceback_on_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_internal_error_shows_its_traceback_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TPWATCH_DEBUG=1."""
     break_report(monkeypatch)
     monkeypatch.setenv("TPWATCH_DEBUG", "1")

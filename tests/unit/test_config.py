@@ -121,9 +121,7 @@ def test_environment_values_are_read_by_the_type_of_their_knob() -> None:
     assert config.enabled is False
     assert (config.interval, config.handshake_timeout) == (10, 10.0)
     assert config.thresholds.max_abs is None
-    assert config.watch == WatchSelection(
-        include=("decoder.*", "*.norm"), declare={"*.a": "sum", "*.b": "avg"}
-    )
+    assert config.watch == WatchSelection(include=("decoder.*", "*.norm"), declare={"*.a": "sum", "*.b": "avg"})
 
 
 def test_an_unknown_environment_variable_is_an_error_with_the_nearest_name() -> None:
@@ -169,9 +167,7 @@ def test_reserved_and_foreign_environment_variables_are_left_alone() -> None:
         ({"on_fault": False}, "on_fault", "one of log, warn, abort"),
     ],
 )
-def test_a_bad_value_is_an_error_with_knob_value_and_rule(
-    values: dict[str, Any], knob: str, rule: str
-) -> None:
+def test_a_bad_value_is_an_error_with_knob_value_and_rule(values: dict[str, Any], knob: str, rule: str) -> None:
     """Every type and every limit is checked, in sections too."""
     error = failure(code=values)
     assert error.knob == knob
@@ -194,9 +190,7 @@ def test_values_are_checked_when_a_config_is_built_directly() -> None:
         ({"fingerprint": "tritn"}, "triton"),
     ],
 )
-def test_a_misspelt_name_is_an_error_with_the_nearest_one(
-    values: dict[str, Any], nearest: str
-) -> None:
+def test_a_misspelt_name_is_an_error_with_the_nearest_one(values: dict[str, Any], nearest: str) -> None:
     """Keys and choices alike."""
     assert f"Did you mean {nearest}?" in str(failure(code=values))
 

@@ -79,9 +79,7 @@ def test_a_line_is_in_the_file_before_the_call_returns(tmp_path: Path) -> None:
     assert len(lines(tmp_path)) == 2
 
 
-def test_what_must_survive_a_crash_is_forced_to_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_must_survive_a_crash_is_forced_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Findings, an abort and the end are synchronised; a checked step is not worth it."""
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", synced.append)
@@ -115,9 +113,7 @@ def test_a_restart_does_not_glue_its_line_to_a_torn_one(tmp_path: Path) -> None:
     assert json.loads(line)["text"] == "hello"
 
 
-def test_a_failed_write_costs_one_line_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_write_costs_one_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk takes half a line; when there is room again the next line stands alone."""
     log = RunLog(tmp_path, "tp-0", "x")
     log.note(1, "before")
@@ -200,9 +196,7 @@ def test_small_files_are_replaced_whole(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["meta.json"]
 
 
-def test_a_replacement_that_fails_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replacement_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk costs the new version, not the old one."""
     write_meta(tmp_path, {"world_size": 2})
 

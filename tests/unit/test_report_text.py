@@ -40,9 +40,7 @@ def line_with(report: str, part: str) -> str:
 
 def test_the_verdict_is_on_top() -> None:
     """The second line answers the question."""
-    assert text(finding()).splitlines()[1] == (
-        "Verdict: faults: 1 fault (double-reduce); 6 steps checked, 12 replicas"
-    )
+    assert text(finding()).splitlines()[1] == ("Verdict: faults: 1 fault (double-reduce); 6 steps checked, 12 replicas")
     assert text().splitlines()[1] == "Verdict: clean; 6 steps checked, 12 replicas"
 
 

@@ -111,9 +111,7 @@ BUILD = "import framework_of_the_test as f\noptimizer = f.build_optimizer('c', [
 # ----------------------------------------------------------------------------------------- hook
 
 
-def test_an_optimizer_that_the_script_builds_is_watched(
-    tmp_path: Path, runner: Runner, attach: Attach
-) -> None:
+def test_an_optimizer_that_the_script_builds_is_watched(tmp_path: Path, runner: Runner, attach: Attach) -> None:
     """With the model it was built for."""
     run(script(tmp_path, BUILD), [], is_module=False, runner=runner)
     (watch,) = attach.watches
@@ -121,18 +119,14 @@ def test_an_optimizer_that_the_script_builds_is_watched(
     assert watch.optimizer == ("optimizer of", "c", ["model"], 1)
 
 
-def test_a_name_imported_from_the_module_is_the_wrapped_one(
-    tmp_path: Path, runner: Runner, attach: Attach
-) -> None:
+def test_a_name_imported_from_the_module_is_the_wrapped_one(tmp_path: Path, runner: Runner, attach: Attach) -> None:
     """`from module import name` comes after the hook, so it takes the wrapper."""
     text = "from framework_of_the_test import build_optimizer\nbuild_optimizer('c', chunks=['m'])\n"
     run(script(tmp_path, text), [], is_module=False, runner=runner)
     assert [watch.model for watch in attach.watches] == [["m"]]
 
 
-def test_a_module_that_was_imported_before_is_wrapped_too(
-    tmp_path: Path, runner: Runner, attach: Attach
-) -> None:
+def test_a_module_that_was_imported_before_is_wrapped_too(tmp_path: Path, runner: Runner, attach: Attach) -> None:
     """Something else in the process may have been first."""
     importlib.import_module(SEAM.module)
     run(script(tmp_path, BUILD), [], is_module=False, runner=runner)
@@ -182,9 +176,7 @@ def test_a_builder_that_fails_is_not_attached_to(runner: Runner, attach: Attach)
     assert len(attach.watches) == 1
 
 
-def test_asking_whether_the_module_exists_does_not_use_up_the_hook(
-    runner: Runner, attach: Attach
-) -> None:
+def test_asking_whether_the_module_exists_does_not_use_up_the_hook(runner: Runner, attach: Attach) -> None:
     """Frameworks probe each other before they import."""
     with runner.hooked():
         assert find_spec(SEAM.module) is not None
@@ -226,17 +218,13 @@ def test_a_module_that_does_not_exist_stays_missing(attach: Attach) -> None:
 
 
 @pytest.mark.parametrize("ending", ["", "raise SystemExit", "raise SystemExit(0)"])
-def test_a_normal_end_finishes_the_watch(
-    tmp_path: Path, runner: Runner, attach: Attach, ending: str
-) -> None:
+def test_a_normal_end_finishes_the_watch(tmp_path: Path, runner: Runner, attach: Attach, ending: str) -> None:
     """Exit code 0 is as normal as falling off the end."""
     run(script(tmp_path, BUILD + ending), [], is_module=False, runner=runner)
     assert attach.watches[0].ends == ["finish"]
 
 
-def test_an_exit_code_survives_and_the_watch_is_abandoned(
-    tmp_path: Path, runner: Runner, attach: Attach
-) -> None:
+def test_an_exit_code_survives_and_the_watch_is_abandoned(tmp_path: Path, runner: Runner, attach: Attach) -> None:
     """The other ranks may be gone: nothing waits for them."""
     with pytest.raises(SystemExit) as stop:
         run(script(tmp_path, f"{BUILD}raise SystemExit(5)"), [], is_module=False, runner=runner)
@@ -244,9 +232,7 @@ def test_an_exit_code_survives_and_the_watch_is_abandoned(
     assert attach.watches[0].ends == ["abandon"]
 
 
-def test_an_exception_survives_and_the_watch_is_abandoned(
-    tmp_path: Path, runner: Runner, attach: Attach
-) -> None:
+def test_an_exception_survives_and_the_watch_is_abandoned(tmp_path: Path, runner: Runner, attach: Attach) -> None:
     """The script's own error is what the user sees."""
     with pytest.raises(KeyError, match="mine"):
         run(script(tmp_path, f"{BUILD}raise KeyError('mine')"), [], is_module=False, runner=runner)
@@ -311,9 +297,7 @@ def test_a_script_without_an_optimizer_is_not_told_so_by_every_rank(
 # -------------------------------------------------------------------------------- as by itself
 
 
-def launch(
-    *arguments: str, cwd: Path, module: str = "tpwatch.run"
-) -> subprocess.CompletedProcess[str]:
+def launch(*arguments: str, cwd: Path, module: str = "tpwatch.run") -> subprocess.CompletedProcess[str]:
     """`python -m tpwatch.run ARGUMENTS` in a new interpreter."""
     return run_python("-m", module, *arguments, cwd=cwd, env={"PYTHONDONTWRITEBYTECODE": "1"})
 

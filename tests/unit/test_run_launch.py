@@ -157,9 +157,7 @@ def test_a_damaged_abort_file_does_not_count(tmp_path: Path) -> None:
     assert tpwatch_run("--out", "a", "--", sys.executable, "train.py", cwd=tmp_path).returncode == 0
 
 
-def test_wrong_settings_stop_before_the_launch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_settings_stop_before_the_launch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One message instead of one per worker."""
     (tmp_path / "c.yaml").write_text("intervall: 2")
     (tmp_path / "train.py").write_text("raise SystemExit(7)")

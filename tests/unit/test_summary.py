@@ -18,9 +18,7 @@ from tpwatch.report.events import read_events
 from tpwatch.report.summary import fails, summarize, timeline
 
 
-def run_log(
-    directory: Path, names: tuple[str, ...] = ("a", "b"), rank: int = 0, incarnation: str = "first"
-) -> RunLog:
+def run_log(directory: Path, names: tuple[str, ...] = ("a", "b"), rank: int = 0, incarnation: str = "first") -> RunLog:
     """The log of a group that has just started."""
     watched = plan(*names, first_rank=rank)
     log = RunLog(directory, watched.group, incarnation)
@@ -106,9 +104,7 @@ def test_a_directory_without_event_files_was_not_checked(tmp_path: Path) -> None
         ("error", "error", True),
     ],
 )
-def test_a_gate_fails_from_its_level_on(
-    tmp_path: Path, severity: str, level: Any, *, expected: bool
-) -> None:
+def test_a_gate_fails_from_its_level_on(tmp_path: Path, severity: str, level: Any, *, expected: bool) -> None:
     """`check --fail-on LEVEL`."""
     run_log(tmp_path).finding(1, finding(severity=severity))
     assert fails(summarize(tmp_path), level) is expected

@@ -49,9 +49,7 @@ def check(device: torch.device | str) -> tuple[bool, str]:
 def pack_tables(tables: Tables) -> torch.Tensor:
     """Return the keys as the int64 words of ``tables_t`` in `_native.c`."""
     bias = torch.cumsum(tables.u * (tables.v1.sum() << 31), 0)
-    ends = torch.tensor(
-        [as_int64(splitmix64(tables.seed ^ CHUNK_STREAM)), as_int64(tables.seed)], dtype=torch.int64
-    )
+    ends = torch.tensor([as_int64(splitmix64(tables.seed ^ CHUNK_STREAM)), as_int64(tables.seed)], dtype=torch.int64)
     return torch.cat(
         (
             tables.v0,

@@ -82,9 +82,7 @@ def _halves(w: tl.tensor, KIND: tl.constexpr) -> tl.tuple:
 
 
 @triton.jit
-def _row(
-    w: tl.tensor, flips: tl.tensor, keys: tl.tuple, state: tl.tuple, KIND: tl.constexpr
-) -> tl.tuple:
+def _row(w: tl.tensor, flips: tl.tensor, keys: tl.tuple, state: tl.tuple, KIND: tl.constexpr) -> tl.tuple:
     """Add one row to every running value. Only the sketch sums care about the flipped signs."""
     digest, norms, even, odd = state
     digest = _hash(w, keys, digest)
