@@ -14,13 +14,16 @@ import torch
 import torch.distributed as dist
 
 from tpwatch._guard import Guard
+from tpwatch.adapters.base import Groups, Host
 from tpwatch.config import Config
 from tpwatch.diagnose import Diagnosis
+from tpwatch.discover import Candidate
 from tpwatch.exchange import OUTSIDE, Exchange
 from tpwatch.fingerprint import choose
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Look, Parts, Scope
 from tpwatch.records import Finding, ReplicaSpec, Rule, StepReport, WatchPlan
+from tpwatch.watch import Watch
 
 CPU = torch.device("cpu")
 WHOLE: Scope = frozenset({0})
@@ -173,3 +176,151 @@ def averaged(gradients: Gradients) -> None:
     for gradient in gradients:
         if gradient is not None:
             gradient /= dist.get_world_size()
+
+
+# ------------------------------------------------------------------------- a framework, doubled
+
+
+@dataclass
+class Toy:
+    """A double for a framework: a model, its optimizer and its training loop in one object.
+
+    `finalize` is the seam that an adapter wraps; its own reduction is a real all-reduce.
+    """
+
+    names: list[str]
+    parameters: list[torch.Tensor]
+    rules: list[Rule]
+    gradients: Gradients = field(default_factory=list)
+    updates: int = 0
+    watch: Watch | None = None
+    replaced: bool = False
+    """True after the host has put another finalizer in place of the wrapped one."""
+
+    def finalize(self) -> None:
+        """Sum the gradients that are marked, as Megatron's finalizer does."""
+        marked = [g for g, rule in zip(self.gradients, self.rules, strict=True) if rule == "sum"]
+        summed(marked)
+
+    def train(self, gradients: Gradients, *, finalizes: int = 1) -> None:
+        """Take one step with the given gradients."""
+        self.gradients = gradients
+        watch = None if self.replaced else self.watch
+        for _ in range(finalizes):
+            if watch:
+                watch.finalizer_entered(WHOLE)
+            self.finalize()
+            if watch:
+                watch.finalizer_left()
+        if self.watch:
+            self.watch.gradients_ready()
+        for parameter, gradient in zip(self.parameters, self.gradients, strict=True):
+            if gradient is not None:
+                parameter.sub_(0.01 * gradient)
+        self.updates += 1
+        if self.watch:
+            self.watch.stepped()
+
+
+class ToySeams:
+    """The seams of a `Toy`; see `tpwatch.watch.Seams`."""
+
+    def __init__(self, toy: Toy, watch: Watch) -> None:
+        self.toy = toy
+        self.watch = watch
+        toy.watch = watch
+
+    def lost(self) -> bool:
+        """True if the host has replaced the finalizer."""
+        return self.toy.replaced
+
+    def reinstall(self) -> None:
+        """Wrap the new one."""
+        self.toy.replaced = False
+
+    def remove(self) -> Sequence[str]:
+        """Unhook the watch."""
+        self.toy.watch = None
+        return ()
+
+    def iteration(self) -> int | None:
+        """Return None: a toy does not count."""
+        return None
+
+    def whole(self) -> Scope:
+        """Return the only chunk."""
+        return WHOLE
+
+
+class ToyAdapter:
+    """An `Adapter` for `Toy`; tests make it fail where they like."""
+
+    name = "toy"
+
+    def __init__(self, *, fails_in: str = "") -> None:
+        self.fails_in = fails_in
+
+    def group(self, groups: Groups | None) -> tuple[str, dist.ProcessGroup | None]:
+        """Return the default group."""
+        del groups
+        return "tp", None
+
+    def examine(self, model: Any, optimizer: Any, config: Config, groups: Groups | None) -> Host:
+        """Describe every parameter of the toy as a replica."""
+        del optimizer, config, groups
+        self._stumble("examine")
+        (toy,) = model
+        return Host(
+            axis="tp",
+            group=None,
+            candidates=[self._candidate(toy, i) for i in range(len(toy.names))],
+            device=CPU,
+            loss_scaler=False,
+            source=lambda rows: self._source(toy, rows),
+            install=lambda watch: self._install(toy, watch),
+            versions={"toy": "1"},
+        )
+
+    def _candidate(self, toy: Toy, i: int) -> Candidate:
+        parameter = toy.parameters[i]
+        return Candidate(
+            name=toy.names[i],
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            grad_start=0,
+            grad_stop=parameter.numel(),
+            replicated=True,
+            rule=toy.rules[i],
+        )
+
+    def _source(self, toy: Toy, rows: Sequence[int]) -> ToySource:
+        self._stumble("source")
+        return ToySource(toy, rows)
+
+    def _install(self, toy: Toy, watch: Watch) -> ToySeams:
+        self._stumble("install")
+        return ToySeams(toy, watch)
+
+    def _stumble(self, where: str) -> None:
+        if where == self.fails_in:
+            message = f"the planted fault of the adapter in {where}"
+            raise LookupError(message)
+
+
+class ToySource:
+    """The tensors of a toy's plan."""
+
+    def __init__(self, toy: Toy, rows: Sequence[int]) -> None:
+        self.toy = toy
+        self.rows = rows
+
+    def values(self) -> Sequence[torch.Tensor]:
+        """Return the parameters in plan order."""
+        return [self.toy.parameters[i] for i in self.rows]
+
+    def look(self, scope: Scope) -> Look:
+        """Return the gradients in plan order."""
+        if not scope:
+            return Look([None] * len(self.rows), [OUTSIDE] * len(self.rows))
+        gradients = [self.toy.gradients[i] for i in self.rows]
+        return Look(gradients, [float(g is not None) for g in gradients])

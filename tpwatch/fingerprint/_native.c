@@ -15,6 +15,7 @@
 #include <Python.h>
 
 #include <float.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -68,12 +69,12 @@ static inline uint64_t splitmix64(uint64_t state) {
     return z ^ (z >> 31);
 }
 
-/* Bit i of the index set: value i is -1. */
-#define SIGNS(n) {(n) & 1 ? -1. : 1., (n) & 2 ? -1. : 1., (n) & 4 ? -1. : 1., (n) & 8 ? -1. : 1.}
-typedef double f64x4 __attribute__((vector_size(32), may_alias));
-static const f64x4 nibble_signs[16] = {
-    SIGNS(0), SIGNS(1), SIGNS(2),  SIGNS(3),  SIGNS(4),  SIGNS(5),  SIGNS(6),  SIGNS(7),
-    SIGNS(8), SIGNS(9), SIGNS(10), SIGNS(11), SIGNS(12), SIGNS(13), SIGNS(14), SIGNS(15)};
+/* The eight bytes at `p`. */
+static inline uint64_t bytes8(const void *p) {
+    uint64_t word;
+    memcpy(&word, p, sizeof word);
+    return word;
+}
 
 static inline double fmax_(double a, double b) { return a > b ? a : b; }
 
@@ -127,6 +128,22 @@ static void widen(double *x, const unsigned char *data, int64_t start, int n, in
         }
         memcpy(&word, at, kind == KIND_FLOAT32 ? 4 : 2);
         x[i] = magnitude_of(word, kind);
+    }
+}
+
+/* Which sketch coordinate lane i of the fast fold holds: even lanes the first set, odd the second. */
+static inline int coordinate_of_lane(int i) { return i % 2 * (SKETCH / 2) + i / 2; }
+
+/* Fold float64 sums by position modulo 1024 into the sketch of chunk `chunk`. */
+static void fold_exact(double *sketch, const double *sums, uint64_t chunk) {
+    double fine[2][FINE] = {{0}};
+    for (int i = 0; i < SLOTS; i++) {
+        fine[0][i % FINE] += sums[i];
+        fine[1][i / GROUP] += sums[i];
+    }
+    for (int b = 0; b < SKETCH; b++) {
+        const uint64_t negative = splitmix64(chunk ^ (uint64_t)b * GAMMA);
+        for (int m = 0; m < FINE; m++) sketch[b] += flip_sign(fine[b / (SKETCH / 2)][m], negative >> m);
     }
 }
 

@@ -23,6 +23,7 @@ static inline u32x4 portable_max16(u32x4 a, u32x4 b) {
 }
 static inline u32x4 portable_min32(u32x4 a, u32x4 b) { return a ^ b ^ portable_max32(a, b); }
 static inline u32x4 portable_min16(u32x4 a, u32x4 b) { return a ^ b ^ portable_max16(a, b); }
+static inline u32x4 portable_splat64(uint64_t x) { return (u32x4)((u64x2){x, x}); }
 static inline u32x4 portable_multiply_low(u32x4 a, u32x4 b) {
     const u64x2 half = {0xffffffffu, 0xffffffffu};
     return (u32x4)(((u64x2)a & half) * ((u64x2)b & half));
@@ -44,6 +45,7 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define store_float(p, v) (*(f32x4_any *)(p) = (v))
 #define as_float(v) ((f32x4)(v))
 #define splat(c) ((u32x4){(c), (c), (c), (c)})
+#define splat64(p) portable_splat64(bytes8(p))
 #define and(a, b) ((a) & (b))
 #define xor(a, b) ((a) ^ (b))
 #define shift_left(v, n) ((v) << (uint32_t)(n))
@@ -79,6 +81,7 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define store_float(p, v) _mm256_storeu_ps((p), (v))
 #define as_float(v) _mm256_castsi256_ps(v)
 #define splat(c) _mm256_set1_epi32((int)(c))
+#define splat64(p) _mm256_set1_epi64x((long long)bytes8(p))
 #define and(a, b) _mm256_and_si256((a), (b))
 #define xor(a, b) _mm256_xor_si256((a), (b))
 #define shift_left(v, n) _mm256_sll_epi32((v), _mm_cvtsi32_si128(n))
@@ -111,6 +114,7 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define store_float(p, v) _mm512_storeu_ps((p), (v))
 #define as_float(v) _mm512_castsi512_ps(v)
 #define splat(c) _mm512_set1_epi32((int)(c))
+#define splat64(p) _mm512_set1_epi64((long long)bytes8(p))
 #define and(a, b) _mm512_and_si512((a), (b))
 #define xor(a, b) _mm512_xor_si512((a), (b))
 #define shift_left(v, n) _mm512_sll_epi32((v), _mm_cvtsi32_si128(n))

@@ -117,29 +117,52 @@ static TARGET void NAME(float16_rows)(NAME(running) *run, const tables_t *keys, 
 
 /* Add neighbouring runs of `width` values; `width` is a compile-time constant at every call. */
 static inline __attribute__((always_inline)) TARGET void NAME(halve)(
-    double *restrict to, const double *restrict from, int width) {
+    float *restrict to, const float *restrict from, int width) {
     for (int m = 0; m < FINE; m++)
         for (int i = 0; i < width; i++) to[m * width + i] = from[2 * m * width + i] + from[(2 * m + 1) * width + i];
 }
 
-/* Fold signed sums by position modulo 1024 into the sketch coordinates of chunk `chunk`. */
-static TARGET void NAME(fold)(double *restrict sketch, const double *restrict sums, uint64_t chunk) {
-    _Alignas(64) double fine[2][FINE], eight[8 * FINE], four[4 * FINE], two[2 * FINE];
-    for (int m = 0; m < FINE; m++) fine[0][m] = sums[m];
+/* Fold signed sums by position modulo 1024 into the sketch of chunk `chunk`. Coordinates lie side by
+ * side in one vector, the two sets in turn, so that no sum runs across a vector. */
+static TARGET void NAME(fold)(double *restrict sketch, const float *restrict sums, uint64_t chunk) {
+    _Alignas(64) float first[FINE], second[FINE], eight[8 * FINE], four[4 * FINE], two[2 * FINE];
+    _Alignas(64) float pairs[2 * FINE], coordinates[2][SKETCH];
+    _Alignas(64) uint32_t negative[2][SKETCH];
+    for (int m = 0; m < FINE; m++) first[m] = sums[m];
     for (int a = FINE; a < SLOTS; a += FINE)
-        for (int m = 0; m < FINE; m++) fine[0][m] += sums[a + m];
+        for (int m = 0; m < FINE; m++) first[m] += sums[a + m];
     NAME(halve)(eight, sums, 8);
     NAME(halve)(four, eight, 4);
     NAME(halve)(two, four, 2);
-    NAME(halve)(fine[1], two, 1);
-    for (int b = 0; b < SKETCH; b++) {
-        const double *set = fine[b >= SKETCH / 2];
-        const uint64_t negative = splitmix64(chunk ^ ((uint64_t)b * GAMMA));
-        f64x4 lanes = {0};
-        for (int m = 0; m < FINE; m += 4)
-            lanes += *(const f64x4 *)(set + m) * nibble_signs[negative >> m & 15];
-        sketch[b] += (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+    NAME(halve)(second, two, 1);
+    for (int m = 0; m < FINE; m++) pairs[2 * m] = first[m], pairs[2 * m + 1] = second[m];
+    for (int i = 0; i < SKETCH; i++) {
+        const uint64_t word = splitmix64(chunk ^ (uint64_t)coordinate_of_lane(i) * GAMMA);
+        negative[0][i] = (uint32_t)word;
+        negative[1][i] = (uint32_t)(word >> 32);
     }
+    enum { LANES = VECTOR_BYTES / 4, VECTORS = SKETCH / LANES };
+    const int_vector sign = splat(0x80000000u);
+    int_vector flips[2][VECTORS];
+    float_vector total[2][VECTORS];
+    for (int half = 0; half < 2; half++)
+        for (int v = 0; v < VECTORS; v++) {
+            flips[half][v] = load(negative[half] + v * LANES);
+            total[half][v] = as_float(splat(0));
+        }
+    for (int m = FINE / 2 - 1; m >= 0; m--)
+        for (int half = 0; half < 2; half++) {
+            const int_vector pair = splat64(pairs + 2 * (m + half * FINE / 2));
+            for (int v = 0; v < VECTORS; v++) {
+                const int_vector flip = and(flips[half][v], sign);
+                total[half][v] = add_float(total[half][v], as_float(xor(pair, flip)));
+                flips[half][v] = add32(flips[half][v], flips[half][v]);
+            }
+        }
+    for (int half = 0; half < 2; half++)
+        for (int v = 0; v < VECTORS; v++) store_float(coordinates[half] + v * LANES, total[half][v]);
+    for (int i = 0; i < SKETCH; i++)
+        sketch[coordinate_of_lane(i)] += (double)coordinates[0][i] + (double)coordinates[1][i];
 }
 
 /* Add one chunk's statistics from the fast sums; return 0, adding nothing, if they are not to be
@@ -156,15 +179,15 @@ static TARGET int NAME(fast)(totals_t *total, const NAME(running) *run, uint64_t
     double l2 = 0;
     for (int i = 0; i < VECTOR_BYTES / 4; i++) l2 += run->l2[i];
     if (absmax >= infinity_bits(kind) || (absmax && (l2 < FAST_L2_MIN || l2 > FAST_L2_MAX))) return 0;
-    _Alignas(64) double sums[SLOTS];
-    if (kind == KIND_FLOAT32)
-        for (int i = 0; i < SLOTS; i++) sums[i] = run->sums[i];
-    else if (kind == KIND_FLOAT16)
-        for (int i = 0; i < SLOTS; i++) sums[i] = (double)run->sums[i] + run->sums[SLOTS + i];
-    else
+    _Alignas(64) float folded[SLOTS];
+    const float *sums = run->sums;
+    if (half) sums = folded;
+    if (kind == KIND_FLOAT16)
+        for (int i = 0; i < SLOTS; i++) folded[i] = run->sums[i] + run->sums[SLOTS + i];
+    if (kind == KIND_BFLOAT16)
         for (int i = 0; i < SLOTS / 2; i++) {
-            sums[2 * i] = (double)run->sums[i] + run->sums[SLOTS / 2 + i];
-            sums[2 * i + 1] = (double)run->sums[SLOTS + i] + run->sums[SLOTS + SLOTS / 2 + i];
+            folded[2 * i] = run->sums[i] + run->sums[SLOTS / 2 + i];
+            folded[2 * i + 1] = run->sums[SLOTS + i] + run->sums[SLOTS + SLOTS / 2 + i];
         }
     NAME(fold)(total->sketch, sums, chunk);
     total->l2 += l2;
@@ -196,7 +219,7 @@ static TARGET void NAME(exact)(totals_t *total, const tables_t *keys, const unsi
         total->l2 += squares[i];
         total->absmax = fmax_(total->absmax, largest[i]);
     }
-    NAME(fold)(total->sketch, sums, chunk);
+    fold_exact(total->sketch, sums, chunk);
     total->nonfinite += nonfinite;
     total->zeros += zeros;
 }
@@ -209,7 +232,8 @@ static TARGET void NAME(chunk)(totals_t *total, const tables_t *keys, const tens
     const uint64_t word = splitmix64(keys->chunk_base + (uint64_t)index);
     const int64_t bytes = count * tensor->itemsize;
     NAME(running) run;
-    memset(&run, 0, sizeof run);
+    memset(&run.l2, 0, sizeof run - offsetof(NAME(running), l2));
+    if (tensor->kind != KIND_BYTES) memset(run.sums, 0, tensor->kind == KIND_FLOAT32 ? sizeof run.sums / 2 : sizeof run.sums);
     int settled = 1;
     switch (tensor->kind) {
     case KIND_FLOAT32:

@@ -12,6 +12,7 @@
 #undef store_float
 #undef as_float
 #undef splat
+#undef splat64
 #undef and
 #undef xor
 #undef shift_left
