@@ -12,7 +12,7 @@ them; ratios are those of medians. Nothing here asserts a time.
 from __future__ import annotations
 
 import csv
-import datetime
+import datetime as dt
 import importlib.metadata
 import os
 import platform
@@ -24,8 +24,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import tpwatch
+
 RESULTS = Path(__file__).parent / "results" / "results.csv"
-PACKAGES = ("tpwatch", "torch", "megatron-core", "triton", "traincheck")
+PACKAGES = ("torch", "megatron-core", "triton", "traincheck")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +78,10 @@ def machine() -> str:
 
 def versions() -> str:
     """Versions of Python and of the packages that matter."""
-    found = [f"python {platform.python_version()}"]
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return ", ".join(found)
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    found = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
+    own = f"tpwatch {tpwatch.__version__}"
+    return ", ".join([own, f"python {platform.python_version()}", *found])
 
 
 def measure(subjects: Sequence[Subject], rounds: int = 11, calls: int = 1) -> dict[str, list[float]]:
@@ -118,7 +117,7 @@ class Report:
         self._benchmark = benchmark
         self._note = note
         self._path = path
-        self._date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        self._date = dt.datetime.now(dt.timezone.utc).isoformat(timespec="seconds")
         self._machine = machine()
         self._versions = versions()
         print(f"# {benchmark}: {self._machine}; {self._versions}")

@@ -249,6 +249,14 @@ class Reduced:
         pairs = zip(names, self._heads_hi, self._heads_lo, strict=True)
         return {name: int((hi[:, :2] != lo[:, :2]).any(1).sum()) for name, hi, lo in pairs}
 
+    def ratios(self) -> tuple[float | None, float | None]:
+        """Smallest and largest norm(post) / norm(pre) of a row, by the largest norms of the group; None without any."""
+        before, after = self._heads_hi[1][:, 2], self._heads_hi[2][:, 2]
+        if len(self.headers) == 1 or not (rows := before > 0).any():
+            return None, None
+        low, high = (after[rows] / before[rows]).sqrt().aminmax()
+        return float(low), float(high)
+
     def uneven(self) -> list[int]:
         """Rows whose gradient is present on some ranks only."""
         return torch.nonzero((self._flags_lo[0] == 0) & (self._flags_hi[0] > 0)).flatten().tolist()

@@ -143,7 +143,9 @@ class Monitor:
 
     def _send(self, check: Check, phase: int, buffer: torch.Tensor, pack: Callable[[Check], None]) -> Pending:
         """Fill, seal and reduce one buffer. Whatever fails locally, the collective is joined with a void one."""
+        started = self.parts.clock()
         packed = self.guard.attempt("fingerprint", pack, check)
+        check.fingerprinting += self.parts.clock() - started
         if not packed.ok:
             buffer.zero_()
         self._buffers.seal(buffer, self._header(check, phase, failed=not packed.ok))
@@ -244,8 +246,10 @@ class Monitor:
         evidence = self._explainer.conclude()
         if self._void(check, reduced):
             return
+        judging = self.parts.clock()
         outcome = self._diagnose(lambda: self._observe(check, reduced, evidence))
-        check.seconds += self.parts.clock() - started
+        ended = self.parts.clock()
+        check.seconds, check.diagnosing = check.seconds + ended - started, ended - judging
         self._record(check, reduced, evidence, outcome)
         self._act(check.at.step, outcome)
 
@@ -314,7 +318,7 @@ class Monitor:
 
     def _record(self, check: Check, reduced: Reduced, evidence: Mapping[int, Evidence], outcome: Outcome) -> None:
         exchange, spreads = self.parts.exchange, [e.param for e in evidence.values() if e.param]
-        sent = exchange.collectives - check.collectives_before
+        sent, (ratio_lo, ratio_hi) = exchange.collectives - check.collectives_before, reduced.ratios()
         self.last_report = StepReport(
             step=check.at.step, call=check.at.call, new=outcome.new, active=len(self.parts.diagnosis.findings),
             differing=reduced.differing(),
@@ -322,6 +326,7 @@ class Monitor:
             max_rel=max((s.max_rel for s in spreads), default=0.0),
             seconds=check.seconds, step_seconds=self._step_seconds, collectives=sent - check.deep,
             deep_collectives=check.deep, bytes_exchanged=exchange.bytes - check.bytes_before, skipped=outcome.skipped,
+            phases=check.phases, ratio_lo=ratio_lo, ratio_hi=ratio_hi,
         )  # fmt: skip
         report = self.last_report
         self._write(lambda: self.parts.recorder.check(report))

@@ -96,9 +96,19 @@ class Check:
     tensors: Sequence[torch.Tensor | None] = ()
     """What the side under way was packed from, for tier 2; let go of as soon as that has been gathered."""
     seconds: float = 0.0
+    fingerprinting: float = 0.0
+    """Seconds of `seconds` spent on packing both sides."""
+    diagnosing: float = 0.0
+    """Seconds of `seconds` spent on the verdict."""
     deep: int = 0
     collectives_before: int = 0
     bytes_before: int = 0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """`seconds` by what they were spent on; whatever is not one of the other two is the exchange."""
+        exchange = max(0.0, self.seconds - self.fingerprinting - self.diagnosing)
+        return {"fingerprint": self.fingerprinting, "exchange": exchange, "diagnose": self.diagnosing}
 
     @property
     def digest(self) -> float:

@@ -278,11 +278,16 @@ class StepReport:
     bytes_exchanged: int
     skipped: bool = False
     """True if a loss scaler skipped the step: no verdict was made."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """`seconds` by what they were spent on: fingerprint, exchange (collectives and waiting), diagnose."""
+    ratio_lo: float | None = None
+    ratio_hi: float | None = None
+    """Smallest and largest norm(post) / norm(pre) over all watched gradients; None if none was non-zero."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; new findings have events of their own and are left out."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "new"}
-        data["differing"] = dict(self.differing)
+        data["differing"], data["phases"] = dict(self.differing), dict(self.phases)
         return data
 
 

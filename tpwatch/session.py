@@ -16,6 +16,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +31,11 @@ from tpwatch.diagnose import Diagnosis, layout_finding
 from tpwatch.discover import Difference, Discovery, agree, discover, restrict
 from tpwatch.errors import ConfigError
 from tpwatch.exchange import Exchange
+from tpwatch.export import Place
+from tpwatch.export.fanout import Fanout
 from tpwatch.export.jsonl import RunLog, write_meta, write_summary
 from tpwatch.export.recorder import Leader, Silent
+from tpwatch.export.sinks import chosen
 from tpwatch.fingerprint import choose as choose_fingerprinter
 from tpwatch.handshake import Meeting, default_store, next_round
 from tpwatch.monitor import Monitor
@@ -158,6 +162,8 @@ class Session:
         if reason := Meeting(self.store, f"ready/{self.round}", self.rank, self.world, self._timeout).hold(
             {"failed": failed}, _any_failed
         ):
+            if built.value and isinstance(recorder := built.value[0].parts.recorder, Leader):
+                self.guard.attempt("closing", recorder.leave)
             return self._off(reason)
         return self._install(host, built.value, agreed) if built.value else self._off(failed)
 
@@ -199,8 +205,7 @@ class Session:
     def _build(self, host: Host, agreed: Agreed, directory: str) -> tuple[Monitor, str]:
         plan = agreed.discovery.plan
         fingerprinter = choose_fingerprinter(host.device, self.config.fingerprint)
-        log = self._log(host, plan, directory, fingerprinter.name, fingerprinter.reason)
-        recorder = Leader(log, os.environ.get("TPWATCH_LAUNCH_ID", "")) if log else Silent()
+        recorder = self._recorder(host, plan, directory, {"name": fingerprinter.name, "reason": fingerprinter.reason})
         parts = Parts(
             plan=plan, source=host.source(agreed.discovery.rows), exchange=Exchange(host.group),
             group_rank=list(plan.ranks).index(self.rank), fingerprinter=fingerprinter,
@@ -209,28 +214,21 @@ class Session:
         )  # fmt: skip
         return Monitor(parts, self.config, self.guard), directory
 
-    def _log(self, host: Host, plan: WatchPlan, directory: str, name: str, reason: str) -> RunLog | None:
-        """Event file of the group, and `meta.json` by rank 0; None on ranks that write nothing."""
-        if self.rank == 0:
-            write_meta(
-                directory,
-                {"tpwatch": tpwatch.__version__, "world_size": len(self.world), **host.versions},
-            )
+    def _recorder(self, host: Host, plan: WatchPlan, directory: str, fingerprint: Mapping[str, str]) -> Leader | Silent:
+        """Event file and sinks of the group; silent on ranks that write nothing."""
         alone = len(plan.ranks) == 1 and self.rank != 0
         if self.rank != plan.ranks[0] or alone:
-            return None
-        log = RunLog(directory, plan.group, incarnation=f"{self.round}-{os.getpid()}")
+            return Silent()
+        fanout = Fanout(chosen(self.config), Place(self.config, Path(directory), plan.group))
+        log = RunLog(directory, plan.group, f"{self.round}-{os.getpid()}", fanout.hand_over)
         versions = {
             "tpwatch": tpwatch.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        facts = {
-            "fingerprint": {"name": name, "reason": reason},
-            "versions": {**versions, **host.versions},
-        }
+        facts = {"fingerprint": fingerprint, "versions": {**versions, **host.versions}}
         log.start(plan, self.config.start_step, self.config, **facts)
-        return log
+        return Leader(log, fanout, os.environ.get("TPWATCH_LAUNCH_ID", ""))
 
     def _install(self, host: Host, built: tuple[Monitor, str], agreed: Agreed) -> Watch:
         monitor, directory = built

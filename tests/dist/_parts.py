@@ -175,7 +175,7 @@ def averaged(gradients: Gradients) -> None:
     summed(gradients)
     for gradient in gradients:
         if gradient is not None:
-            gradient /= dist.get_world_size()
+            gradient.div_(dist.get_world_size())
 
 
 # ------------------------------------------------------------------------- a framework, doubled

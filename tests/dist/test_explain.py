@@ -200,7 +200,7 @@ def test_an_absent_gradient_counts_as_zero() -> None:
 # --------------------------------------------------------------------------- exact against sketched
 
 RELATIONS: dict[str, Callable[[int, int], torch.Tensor]] = {
-    "partials": lambda rank, n: normal(rank, n),
+    "partials": normal,
     "correlated": lambda rank, n: normal(99, n) + normal(rank, n),
     "near-copies": lambda rank, n: normal(99, n) * (1 + 1e-3 * normal(rank, n)),
     "one-sided": lambda rank, n: normal(7, n) if rank == 0 else torch.zeros(n),

@@ -80,9 +80,7 @@ def test_all_agree(store_of: StoreOf) -> None:
 def test_one_that_is_different_stops_all(store_of: StoreOf) -> None:
     """The judge's word about rank 1 is what every rank hears, rank 1 included."""
     said = [{"version": "1"}, {"version": "2"}, {"version": "1"}]
-    words = all_at_once(
-        [lambda r=r: hold(store_of(), r, payload=said[r], judge=version) for r in range(3)]
-    )
+    words = all_at_once([lambda r=r: hold(store_of(), r, payload=said[r], judge=version) for r in range(3)])
     assert words == ["rank 1 is different"] * 3
 
 
@@ -188,10 +186,7 @@ def raced(store: dist.Store, number: int, chance: random.Random) -> list[str]:
     spread = [chance.choice((0.0, 0.04, 0.05, 0.06, 2.0, 2.05, 2.06, 2.07, 2.1)) for _ in range(3)]
     delays = [max(0.0, d + chance.uniform(-0.02, 0.02)) for d in spread]
     return all_at_once(
-        [
-            lambda r=r: hold(store, r, timeout=timeout, delay=delays[r], name=f"race/{number}")
-            for r in range(3)
-        ]
+        [lambda r=r: hold(store, r, timeout=timeout, delay=delays[r], name=f"race/{number}") for r in range(3)]
     )
 
 
@@ -204,11 +199,7 @@ def test_two_ranks_never_decide_differently(kind: str, meetings: int) -> None:
     seeds = [random.Random(chance.random()) for _ in range(meetings)]  # noqa: S311 - delays
 
     def race(number: int) -> list[str]:
-        store = (
-            shared
-            if kind == "hash"
-            else dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=LIMIT)
-        )
+        store = shared if kind == "hash" else dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=LIMIT)
         return raced(store, number, seeds[number])
 
     with ThreadPoolExecutor(meetings) as pool:

@@ -48,7 +48,7 @@ def toy(names: list[str] = NAMES, size: int = 20) -> Toy:
 def attach(model: Toy, out: str, *, fails_in: str = "", **knobs: Any) -> Watch:
     """Attach through the public entry, with the toy's adapter in place of a framework's."""
     knobs = {"out": out, "handshake_timeout": TIMEOUT, **knobs}
-    with mock.patch.object(session, "choose", lambda _name: ToyAdapter(fails_in=fails_in)):
+    with mock.patch.object(session, "choose", return_value=ToyAdapter(fails_in=fails_in)):
         return tpwatch.attach(model, None, knobs)
 
 
@@ -130,9 +130,7 @@ def differing(rank: int, change: str, out: str, on_fault: str) -> dict[str, Any]
 
 
 @pytest.mark.parametrize("change", list(CHANGES))
-def test_a_rank_with_another_plan_is_a_finding_not_a_hang(
-    change: str, tmp_path: Path, gloo_ranks: Ranks
-) -> None:
+def test_a_rank_with_another_plan_is_a_finding_not_a_hang(change: str, tmp_path: Path, gloo_ranks: Ranks) -> None:
     """The first difference is named, and what all ranks have in common is watched as usual."""
     _, parameter, what, common = CHANGES[change]
     for result in gloo_ranks(3, differing, change, str(tmp_path), "warn", timeout=60):
@@ -209,8 +207,7 @@ def disagreeing(rank: int, how: str, out: str) -> dict[str, Any]:
         "waited": waited,
         "hooked": model.watch is not None,
         "trained": all(
-            torch.allclose(a, b, atol=1e-6)
-            for a, b in zip(model.parameters, expected.parameters, strict=True)
+            torch.allclose(a, b, atol=1e-6) for a, b in zip(model.parameters, expected.parameters, strict=True)
         ),
     }
 
@@ -227,9 +224,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("how", list(REASONS))
-def test_one_rank_that_cannot_watch_keeps_all_off(
-    how: str, tmp_path: Path, gloo_ranks: Ranks
-) -> None:
+def test_one_rank_that_cannot_watch_keeps_all_off(how: str, tmp_path: Path, gloo_ranks: Ranks) -> None:
     """Same reason everywhere, no hook left behind, and training as if tpwatch did not exist."""
     results = gloo_ranks(3, disagreeing, how, str(tmp_path), timeout=60)
     for rank, result in enumerate(results):
@@ -278,9 +273,7 @@ def test_attach_detach_attach(tmp_path: Path, gloo_ranks: Ranks) -> None:
     for result in gloo_ranks(2, lives, str(tmp_path), timeout=60):
         assert result["first"] == (False, 3, [], None)
         assert result["last"] == (False, 7, [("missing-reduce", 5)], None)
-    first, second = (
-        json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two")
-    )
+    first, second = (json.loads((tmp_path / run / "summary.json").read_text()) for run in ("one", "two"))
     assert (first["verdict"], first["steps_checked"], first["findings"]) == ("clean", 3, [])
     assert (second["verdict"], second["steps_checked"]) == ("faults", 3)
 
@@ -295,16 +288,13 @@ def in_block(rank: int, out: str, ending: str) -> tuple[str, Any, list[str]]:
             for step in (1, 2, 3):
                 model.train(partials(model, rank, step))
             if ending == "error":
-                message = "the planted fault of the script"
-                raise KeyError(message)
+                {}["the planted fault of the script"]
     except (KeyError, ReplicaFault) as error:
         raised = type(error).__name__
     return raised, model.watch, sorted({f.kind for f in watch.findings})
 
 
-@pytest.mark.parametrize(
-    ("ending", "raised"), [("normal", ""), ("error", "KeyError"), ("fault", "ReplicaFault")]
-)
+@pytest.mark.parametrize(("ending", "raised"), [("normal", ""), ("error", "KeyError"), ("fault", "ReplicaFault")])
 def test_a_block_lets_go_of_the_host_however_it_ends(
     ending: str, raised: str, tmp_path: Path, gloo_ranks: Ranks
 ) -> None:

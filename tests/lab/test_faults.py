@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.lab.conftest import DRIFT_STEPS, WORLD_1, WORLD_4, Runs, as_reported
-from tests.lab.measured import NEAR, TOLERANCE, Run, equal
+from tests.lab.measured import NEAR, Run, equal, same
 from tpwatch.lab import catalog
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(200)]
@@ -78,8 +77,7 @@ def test_the_fixed_gradient_is_the_true_one(name: str, tp2: Runs, alone: Runs) -
     for step in (1, 2):
         truth = alone[name].rows(step)
         for parameter, row in tp2[f"{name}:fixed"].rows(step).items():
-            for gradient in row.after:
-                torch.testing.assert_close(gradient, truth[parameter].after[0], **TOLERANCE)
+            assert all(same(gradient, truth[parameter].after[0]) for gradient in row.after)
 
 
 @pytest.mark.parametrize("name", ["gdn-gamma-double-sum", "ple-double-sum"])
@@ -87,8 +85,9 @@ def test_double_sums_are_the_true_gradient_times_tp(name: str, tp2: Runs, alone:
     """Before the reduction every rank has the gradient of a single process, behind it TP times that."""
     truth, rows = alone[name].rows(1), tp2[name].rows(1)
     for parameter in ENTRIES[name].first_steps(rows):
-        torch.testing.assert_close(rows[parameter].before[0], truth[parameter].after[0], **TOLERANCE)
-        torch.testing.assert_close(rows[parameter].after[0], 2 * truth[parameter].after[0], **TOLERANCE)
+        true = truth[parameter].after[0]
+        assert all(same(gradient, true) for gradient in rows[parameter].before)
+        assert all(same(gradient, 2 * true) for gradient in rows[parameter].after)
 
 
 def test_drift_grows_like_the_report(tp2: Runs) -> None:

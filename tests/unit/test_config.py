@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tpwatch.config import Config, Thresholds, WatchSelection, env_names, load, schema
+from tpwatch.config import Config, Prometheus, Thresholds, WatchSelection, env_names, load, schema
 from tpwatch.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -99,7 +99,7 @@ def test_a_kill_switch_that_is_off_changes_nothing(text: str) -> None:
 
 def test_every_knob_has_its_environment_variable() -> None:
     """Names are one-to-one with the keys, `__` for nesting."""
-    flat = {f.name for f in dataclasses.fields(Config)} - {"thresholds", "watch", "explain"}
+    flat = {f.name for f in dataclasses.fields(Config)} - {"thresholds", "watch", "explain", "prometheus"}
     names = env_names()
     assert flat <= set(names.values())
     assert names["TPWATCH_THRESHOLDS__REL_FLOOR"] == "thresholds.rel_floor"
@@ -251,10 +251,11 @@ def test_first_steps_are_all_checked_then_every_interval() -> None:
     assert checked == [101, 102, 103, 110, 120, 130]
 
 
-def test_the_digest_depends_on_every_knob_but_the_directory() -> None:
-    """Ranks may write elsewhere; anything else must agree."""
+def test_the_digest_depends_on_every_knob_but_where_results_go() -> None:
+    """Ranks may write elsewhere, and export by their node's own address; anything else must agree."""
     base = Config()
     assert Config(out="elsewhere").digest() == base.digest()
+    assert Config(prometheus=Prometheus(enabled=True, port=1), sinks=("a",)).digest() == base.digest()
     changed = [
         Config(enabled=False),
         Config(interval=2),

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from tpwatch.config.fields import AtLeast, Section, describe
+from tpwatch.errors import ConfigError
 
 Count = Annotated[int, AtLeast(0)]
 Positive = Annotated[int, AtLeast(1)]
@@ -68,6 +69,48 @@ class Explain(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prometheus(Section):
+    """Metrics for Prometheus, exported by the leader of each replica group."""
+
+    PREFIX: ClassVar[str] = "prometheus."
+
+    enabled: bool = False
+    """Export metrics; needs the extra `tpwatch[prometheus]`."""
+    http: bool = True
+    """Serve `/metrics`; false where no port may be opened (see `textfile`)."""
+    address: str = "127.0.0.1"
+    """Address to listen on; only this machine by default, `0.0.0.0` for every interface."""
+    port: Count = 9464
+    """First port to try; 0 lets the system choose one."""
+    ports: Positive = 16
+    """So many ports are tried, upwards: a node has as many exporters as leaders of replica groups."""
+    tls_cert: str | None = None
+    """Certificate (PEM) to serve HTTPS with; `tls_key` goes with it."""
+    tls_key: str | None = None
+    """Private key (PEM) of `tls_cert`."""
+    tls_client_ca: str | None = None
+    """Authorities (PEM) that a scraper's own certificate must come from; unset: no certificate asked for."""
+    file_sd: str | None = None
+    """Directory in which each exporter names itself as a target, for Prometheus's `file_sd_configs`."""
+    textfile: str | None = None
+    """Directory of node_exporter's textfile collector, to which the metrics are written every few seconds."""
+    push_gateway: str | None = None
+    """Pushgateway (`http://host:port`) that gets the last state when the run ends."""
+
+    def __post_init__(self) -> None:
+        Section.__post_init__(self)
+        if self.port > _LAST_PORT:
+            rule = f"must be at most {_LAST_PORT}"
+            raise ConfigError(self.PREFIX + "port", self.port, rule, "Choose another number.")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            rule = "goes with prometheus.tls_key"
+            raise ConfigError(self.PREFIX + "tls_cert", self.tls_cert, rule, "Set both in one place, or neither.")
+
+
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Section):
     """All of tpwatch. Every knob has a default that suits a first run."""
 
@@ -105,6 +148,10 @@ class Config(Section):
     """Which parameters are watched."""
     explain: Explain = field(default_factory=Explain)
     """What may be gathered to explain a flagged parameter."""
+    prometheus: Prometheus = field(default_factory=Prometheus)
+    """Metrics for Prometheus."""
+    sinks: tuple[str, ...] = ()
+    """Further sinks that get every event: entry points of the group `tpwatch.sinks`, or `module:factory`."""
 
     def checked(self, step: int, start: int) -> bool:
         """Whether `step` is checked, `start` being the step before the first watched one.
@@ -118,11 +165,14 @@ class Config(Section):
         return asdict(self)
 
     def digest(self) -> str:
-        """Hash (16 hex digits) of all that must agree over ranks: every knob but `out`."""
-        values = self.to_mapping()
-        del values["out"]
+        """Hash (16 hex digits) of all that must agree over ranks: every knob but where results go."""
+        values = {key: value for key, value in self.to_mapping().items() if key not in _OWN_BUSINESS}
         # Keys stay in order: in `watch.declare` the last match wins, so order is meaning.
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
+
+
+_OWN_BUSINESS = frozenset({"out", "prometheus", "sinks"})
+"""Where a rank sends results changes no collective: nodes may listen on other addresses."""
 
 
 def schema() -> dict[str, Any]:

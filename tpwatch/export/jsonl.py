@@ -15,7 +15,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,24 @@ class RunLog:
     line is lost.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], group: str, incarnation: str) -> None:
-        """Open `events.<group>.jsonl` for appending; the directory is created if need be."""
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        group: str,
+        incarnation: str,
+        tee: Callable[[str], None] | None = None,
+    ) -> None:
+        """Open `events.<group>.jsonl` for appending; the directory is created if need be.
+
+        `tee` gets every line as well, whether or not it can be written; it must neither wait nor raise.
+        """
         self.path = event_file(directory, group)
         self.group = group
         self.incarnation = incarnation
         make_directory(self.path.parent)
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FILE_MODE)
         self._torn = _ends_torn(self._fd)
+        self._tee = tee
 
     def start(self, plan: WatchPlan, step: int, config: Config, **facts: object) -> None:
         """What is watched, and how; `facts` are `fingerprint` ({name, reason}), `versions`, ..."""
@@ -99,7 +109,10 @@ class RunLog:
             "incarnation": self.incarnation,
             **data,
         }
-        line = encode(record).encode() + b"\n"
+        encoded = encode(record)
+        if self._tee is not None:
+            self._tee(encoded)
+        line = encoded.encode() + b"\n"
         text = b"\n" + line if self._torn else line
         self._torn = True  # until the whole line is out
         _write_all(self._fd, text)

@@ -1,14 +1,15 @@
-"""From the monitor's events to the run directory.
+"""From the monitor's events to the run directory and, beside it, to every sink that was asked for.
 
 Only the leader of a replica group writes; its peers stay silent.
 
-Knows the event file and `abort.json`; decides nothing.
+Knows the event file, `abort.json` and when the sinks are to finish; decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tpwatch.export.fanout import Fanout
 from tpwatch.export.jsonl import RunLog, write_abort
 from tpwatch.records import Finding, StepReport
 
@@ -35,9 +36,10 @@ class Silent:
 class Leader:
     """Recorder of a group leader."""
 
-    def __init__(self, log: RunLog, launch_id: str) -> None:
-        """`launch_id` ties an `abort.json` to the launch that wrote it."""
+    def __init__(self, log: RunLog, fanout: Fanout, launch_id: str) -> None:
+        """`fanout` has the sinks that `log` hands its lines to; `launch_id` ties an `abort.json` to its launch."""
         self._log = log
+        self._fanout = fanout
         self._launch_id = launch_id
 
     def check(self, report: StepReport) -> None:
@@ -67,8 +69,15 @@ class Leader:
         write_abort(self._log.path.parent, step, self._launch_id)
 
     def close(self, findings: Sequence[Finding], step: int) -> None:
-        """Write every finding as it stands at the end, and close the file."""
-        for finding in findings:
-            self._log.finding(step, finding)
-        self._log.end(step)
+        """Write every finding as it stands at the end, close the file, and wait a little for the sinks."""
+        try:
+            for finding in findings:
+                self._log.finding(step, finding)
+            self._log.end(step)
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Close the file and the sinks without a last word: the watch never began."""
         self._log.close()
+        self._fanout.close()

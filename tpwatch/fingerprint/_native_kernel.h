@@ -15,8 +15,10 @@ typedef struct {
     _Alignas(64) float sums[2 * SLOTS];       /* signed sums, by position modulo 1024 or 2048 */
     _Alignas(64) double l2[VECTOR_BYTES / 4];
     _Alignas(64) uint64_t hash[VECTOR_BYTES / 8];
-    _Alignas(64) unsigned char absmax[VECTOR_BYTES];  /* bits of |x|: 32-bit or 16-bit lanes */
-    _Alignas(64) unsigned char nonzero[VECTOR_BYTES]; /* counts: 32-bit or 16-bit lanes */
+    _Alignas(64) union NAME(lanes) {
+        uint32_t words[VECTOR_BYTES / 4];
+        uint16_t halves[VECTOR_BYTES / 2];
+    } absmax, nonzero; /* bits of |x| and counts, in lanes as wide as an element */
 } NAME(running);
 
 /* Add `count` rows of 4096 bytes, rows `first` and on of their chunk. `kind` and `count` are
@@ -30,7 +32,7 @@ static inline __attribute__((always_inline)) TARGET void NAME(rows)(
     const int_vector sign = splat(half ? 0x80008000u : 0x80000000u);
     const int_vector one = splat(half ? 0x00010001u : 1u), upper = splat(0xffff0000u);
     const uint32_t *signs = (half ? keys->signs16 : keys->signs32) + first / sign_rows * SLOTS;
-    int_vector hash[ROWS_AT_ONCE], absmax = load(run->absmax), nonzero = load(run->nonzero);
+    int_vector hash[ROWS_AT_ONCE], absmax = load(&run->absmax), nonzero = load(&run->nonzero);
     float_vector l2[ROWS_AT_ONCE], l2_high[ROWS_AT_ONCE];
     for (int r = 0; r < count; r++) {
         hash[r] = splat(0);
@@ -72,8 +74,8 @@ static inline __attribute__((always_inline)) TARGET void NAME(rows)(
         if (values) store_float(run->sums + low_at, low_sum);
         if (half) store_float(run->sums + high_at, high_sum);
     }
-    store(run->absmax, absmax);
-    store(run->nonzero, nonzero);
+    store(&run->absmax, absmax);
+    store(&run->nonzero, nonzero);
     for (int r = 0; r < count; r++) {
         _Alignas(64) uint64_t hashes[VECTOR_BYTES / 8];
         _Alignas(64) float squares[VECTOR_BYTES / 4];
@@ -100,26 +102,12 @@ static inline __attribute__((always_inline)) TARGET void NAME(all_rows)(
     }
 }
 
-static TARGET void NAME(bytes_rows)(NAME(running) *run, const tables_t *keys, const unsigned char *data, int64_t bytes) {
-    NAME(all_rows)(run, keys, data, bytes, KIND_BYTES);
-}
-static TARGET void NAME(float32_rows)(NAME(running) *run, const tables_t *keys, const unsigned char *data, int64_t bytes) {
-    NAME(all_rows)(run, keys, data, bytes, KIND_FLOAT32);
-}
-static TARGET void NAME(bfloat16_rows)(NAME(running) *run, const tables_t *keys, const unsigned char *data, int64_t bytes) {
-    NAME(all_rows)(run, keys, data, bytes, KIND_BFLOAT16);
-}
-#if HAS_FLOAT16
-static TARGET void NAME(float16_rows)(NAME(running) *run, const tables_t *keys, const unsigned char *data, int64_t bytes) {
-    NAME(all_rows)(run, keys, data, bytes, KIND_FLOAT16);
-}
-#endif
-
 /* Add neighbouring runs of `width` values; `width` is a compile-time constant at every call. */
 static inline __attribute__((always_inline)) TARGET void NAME(halve)(
     float *restrict to, const float *restrict from, int width) {
     for (int m = 0; m < FINE; m++)
-        for (int i = 0; i < width; i++) to[m * width + i] = from[2 * m * width + i] + from[(2 * m + 1) * width + i];
+        for (int i = 0; i < width; i++)
+            to[m * width + i] = from[2 * m * width + i] + from[(2 * m + 1) * width + i];
 }
 
 /* Fold signed sums by position modulo 1024 into the sketch of chunk `chunk`. Coordinates lie side by
@@ -167,14 +155,15 @@ static TARGET void NAME(fold)(double *restrict sketch, const float *restrict sum
 
 /* Add one chunk's statistics from the fast sums; return 0, adding nothing, if they are not to be
  * trusted. */
-static TARGET int NAME(fast)(totals_t *total, const NAME(running) *run, uint64_t chunk, int64_t count, int kind) {
+static TARGET int NAME(fast)(
+    totals_t *total, const NAME(running) *run, uint64_t chunk, int64_t count, int kind) {
     const int half = kind != KIND_FLOAT32;
     uint32_t absmax = 0;
     int64_t nonzero = 0;
     for (int i = 0; i < VECTOR_BYTES / (half ? 2 : 4); i++) {
-        uint32_t size = half ? ((const uint16_t *)run->absmax)[i] : ((const uint32_t *)run->absmax)[i];
+        const uint32_t size = half ? run->absmax.halves[i] : run->absmax.words[i];
         absmax = size > absmax ? size : absmax;
-        nonzero += half ? ((const uint16_t *)run->nonzero)[i] : ((const uint32_t *)run->nonzero)[i];
+        nonzero += half ? run->nonzero.halves[i] : run->nonzero.words[i];
     }
     double l2 = 0;
     for (int i = 0; i < VECTOR_BYTES / 4; i++) l2 += run->l2[i];
@@ -197,8 +186,9 @@ static TARGET int NAME(fast)(totals_t *total, const NAME(running) *run, uint64_t
 }
 
 /* Add one chunk's statistics in float64, with non-finite elements counted and left out. */
-static TARGET void NAME(exact)(totals_t *total, const tables_t *keys, const unsigned char *data, uint64_t chunk,
-                               int64_t count, int kind) {
+static TARGET void NAME(exact)(
+    totals_t *total, const tables_t *keys, const unsigned char *data, uint64_t chunk, int64_t count,
+    int kind) {
     _Alignas(64) double x[SLOTS], sums[SLOTS] = {0}, squares[SLOTS] = {0}, largest[SLOTS] = {0};
     int64_t nonfinite = 0, zeros = 0;
     for (int64_t start = 0; start < count; start += SLOTS) {
@@ -225,33 +215,35 @@ static TARGET void NAME(exact)(totals_t *total, const tables_t *keys, const unsi
 }
 
 /* Add one chunk of `count` elements to `total`. */
-static TARGET void NAME(chunk)(totals_t *total, const tables_t *keys, const tensor_t *tensor, int64_t index) {
+static TARGET void NAME(chunk)(
+    totals_t *total, const tables_t *keys, const tensor_t *tensor, int64_t index) {
     const int64_t begin = index * CHUNK;
     const int64_t count = tensor->numel - begin < CHUNK ? tensor->numel - begin : CHUNK;
-    const unsigned char *data = (const unsigned char *)(uintptr_t)tensor->address + begin * tensor->itemsize;
+    const unsigned char *data = (const unsigned char *)(uintptr_t)tensor->address;
+    data += begin * tensor->itemsize;
     const uint64_t word = splitmix64(keys->chunk_base + (uint64_t)index);
     const int64_t bytes = count * tensor->itemsize;
     NAME(running) run;
     memset(&run.l2, 0, sizeof run - offsetof(NAME(running), l2));
-    if (tensor->kind != KIND_BYTES) memset(run.sums, 0, tensor->kind == KIND_FLOAT32 ? sizeof run.sums / 2 : sizeof run.sums);
+    if (tensor->kind != KIND_BYTES) memset(run.sums, 0, sizeof run.sums / (tensor->itemsize == 4 ? 2 : 1));
     int settled = 1;
     switch (tensor->kind) {
     case KIND_FLOAT32:
-        NAME(float32_rows)(&run, keys, data, bytes);
+        NAME(all_rows)(&run, keys, data, bytes, KIND_FLOAT32);
         settled = NAME(fast)(total, &run, word, count, KIND_FLOAT32);
         break;
     case KIND_BFLOAT16:
-        NAME(bfloat16_rows)(&run, keys, data, bytes);
+        NAME(all_rows)(&run, keys, data, bytes, KIND_BFLOAT16);
         settled = NAME(fast)(total, &run, word, count, KIND_BFLOAT16);
         break;
 #if HAS_FLOAT16
     case KIND_FLOAT16:
-        NAME(float16_rows)(&run, keys, data, bytes);
+        NAME(all_rows)(&run, keys, data, bytes, KIND_FLOAT16);
         settled = NAME(fast)(total, &run, word, count, KIND_FLOAT16);
         break;
 #endif
     default:
-        NAME(bytes_rows)(&run, keys, data, bytes);
+        NAME(all_rows)(&run, keys, data, bytes, KIND_BYTES);
         settled = tensor->kind == KIND_BYTES;
     }
     if (!settled) NAME(exact)(total, keys, data, word, count, (int)tensor->kind);

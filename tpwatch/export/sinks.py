@@ -1,0 +1,106 @@
+"""What a sink is, which sinks a configuration asks for, and what each of them has lost.
+
+Knows names and entry points, not threads (`fanout`) and not what any sink does with an event.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+from tpwatch.config import Config
+from tpwatch.errors import ConfigError
+
+ENTRY_POINTS = "tpwatch.sinks"
+"""Group of entry points under which other packages offer a `Factory`."""
+
+
+class Sink(Protocol):
+    """Takes the events of one replica group somewhere.
+
+    Lives on a thread of its own in the process of the group's leader: it may be slow, wait for a network, or raise, and
+    loses only its own events by it. Built, called and closed on that thread alone.
+    """
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Take one event, this sink's to keep: what one line of the event file holds (`event`, `step`, `time`, ...).
+
+        The first is `start`, which says who watches what and how; after an orderly run the last is `end`.
+        """
+        ...
+
+    def close(self) -> None:
+        """The run is over: write out what is left. A few seconds later the process no longer waits for it."""
+        ...
+
+
+@dataclass(slots=True)
+class Loss:
+    """Events that one sink did not get, or did not manage."""
+
+    errors: int = 0
+    """Events it failed at, and failures to build or close it. Written by its own thread alone."""
+    dropped: int = 0
+    """Events that found its queue full. Written by the training thread alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """What every sink of this process has lost so far; sinks that export numbers export these too."""
+
+    losses: dict[str, Loss] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a sink is: what its factory is called with."""
+
+    config: Config
+    directory: Path
+    """The run directory."""
+    group: str
+    """Replica group whose events these are, e.g. `tp-0`; other groups have sinks of their own, in other processes."""
+    health: Health = field(default_factory=Health)
+
+    @property
+    def name(self) -> str:
+        """Run and replica group in one word, for files that the sinks of many leaders put side by side."""
+        return f"{self.directory.name}.{self.group}"
+
+
+Factory = Callable[[Place], Sink]
+
+
+def chosen(config: Config) -> dict[str, Factory]:
+    """A factory for each sink that the configuration asks for, by name."""
+    found: dict[str, Factory] = {}
+    if config.prometheus.enabled:
+        found["prometheus"] = _prometheus
+    return found | {name: partial(_build, name) for name in config.sinks}
+
+
+def _prometheus(place: Place) -> Sink:
+    from tpwatch.export.prometheus import PrometheusSink
+
+    return PrometheusSink(place)
+
+
+def _build(name: str, place: Place) -> Sink:
+    """Build a sink of another package: an entry point by its name, or whatever `module:factory` names."""
+    if ":" in name:
+        module, _, attribute = name.partition(":")
+        factory = getattr(importlib.import_module(module), attribute)
+    else:
+        offered = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
+        if name not in offered:
+            rule = f"is no entry point of the group {ENTRY_POINTS}; there are: {', '.join(sorted(offered)) or 'none'}"
+            remedy = "Install the package that has it, or write module:factory."
+            raise ConfigError(knob="sinks", value=name, rule=rule, remedy=remedy)
+        factory = offered[name].load()
+    sink: Sink = factory(place)
+    return sink
