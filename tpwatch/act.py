@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 
-from tpwatch.config import Config
+from tpwatch.config import STOPPING, Action, Config
 from tpwatch.records import Finding
 
 ABORT_EXIT_CODE = 86
@@ -22,9 +23,19 @@ logger = logging.getLogger("tpwatch")
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
+def action(finding: Finding, config: Config) -> Action:
+    """What the user wants done about a finding: the last matching policy, else `on_fault`."""
+    text = f"{finding.kind}:{finding.severity}@{finding.parameter}"
+    matching = [do for pattern, do in config.policies.items() if fnmatchcase(text, pattern)]
+    return matching[-1] if matching else config.on_fault
+
+
 def announce(finding: Finding, config: Config) -> None:
-    """Write one log line about a new or worsened finding; `on_fault: log` never goes above INFO."""
-    level = logging.INFO if config.on_fault == "log" else _LEVELS[finding.severity]
+    """Write one log line about a new or worsened finding, as its action says."""
+    wanted = action(finding, config)
+    if wanted == "ignore":
+        return
+    level = logging.INFO if wanted == "log" else _LEVELS[finding.severity]
     if finding.role == "consequence":
         level = min(level, logging.INFO)
     logger.log(level, "%s", headline(finding))
@@ -42,18 +53,22 @@ def headline(finding: Finding) -> str:
 
 
 def must_stop(findings: Iterable[Finding], config: Config) -> tuple[Finding, ...]:
-    """The findings that stop the run under `on_fault: abort`, in the order given.
+    """The findings that ask for the run to be stopped, in the order given.
 
-    Empty for any other policy.
-
-    A confirmed cause of warning or error stops the run. Where the user set a threshold on the
-    spread of values, drift stops it only past that threshold: drift below it is what the user said
-    they can live with.
+    A confirmed cause of warning or error whose action stops. Where the user set a threshold on the spread of values,
+    drift asks only past that threshold: drift below it is what the user said they can live with.
     """
-    if config.on_fault != "abort":
-        return ()
     limits = config.thresholds
     limited = limits.max_abs is not None or limits.max_rel is not None
     return tuple(
-        f for f in findings if f.counts and not (limited and f.kind == "drift" and "threshold" not in f.evidence)
+        f
+        for f in findings
+        if f.counts
+        and action(f, config) in STOPPING
+        and not (limited and f.kind == "drift" and "threshold" not in f.evidence)
     )
+
+
+def wants_checkpoint(findings: Iterable[Finding], config: Config) -> bool:
+    """True if one of the findings that stop the run asks for a checkpoint first."""
+    return any(action(f, config) == "checkpoint_then_abort" for f in findings)

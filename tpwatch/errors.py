@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from tpwatch.records import Finding
 
@@ -89,19 +89,23 @@ class RunDirectoryError(TpwatchError, RuntimeError):
 
 
 class ReplicaFault(TpwatchError, RuntimeError):
-    """Raised on every rank of the replica group, at the same step, when ``on_fault.
+    """Raised on every rank of the job, at the same step, when a fault meets a policy that stops the run.
 
-    Abort`` meets a fault.
-
-    Attributes: ``findings`` (the confirmed findings that stopped the run), ``step``.
+    Attributes: ``findings`` (what stopped the run, as far as this rank's replica group found it; may be empty),
+    ``step``, ``elsewhere`` (faults by kind over all replica groups).
     """
 
-    def __init__(self, findings: Sequence[Finding], step: int) -> None:
-        """Build a one-line message from the first finding."""
-        first = findings[0]
-        more = f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
-        super().__init__(
-            f"tpwatch stopped the run at step {step}: {first.kind} of {first.parameter}{more}. {first.advice}"
-        )
+    def __init__(self, findings: Sequence[Finding], step: int, elsewhere: Mapping[str, int] | None = None) -> None:
+        """Build a one-line message from the first finding, or from what other groups said."""
         self.findings = tuple(findings)
         self.step = step
+        self.elsewhere = dict(elsewhere or {})
+        super().__init__(f"tpwatch stopped the run at step {step}: {self._why()}")
+
+    def _why(self) -> str:
+        if not self.findings:
+            kinds = ", ".join(f"{count} x {kind}" for kind, count in self.elsewhere.items())
+            return f"faults in another replica group ({kinds}). See the run directory."
+        first = self.findings[0]
+        more = f" (and {len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
+        return f"{first.kind} of {first.parameter}{more}. {first.advice}"

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from tpwatch.fingerprint.layout import HEAD
 from tpwatch.records import PointSpread, RowObservation
 
-HEADER = ("phase", "call", "step", "plan_lo", "plan_hi", "targets", "failed", "disabled")
+HEADER = ("phase", "call", "step", "plan_lo", "plan_hi", "targets", "failed", "disabled", "slow")
 """`phase`: 0 entry, 1 exit, 2 values only. `targets`: digest of what tier 2 is to gather. One
 column per flag: MAX is not OR."""
 

@@ -24,6 +24,8 @@ class Word:
     """What one replica group has to say about a step; of its ranks only the leader counts."""
 
     stop: bool
+    save: bool
+    """A checkpoint is wanted before the stop."""
     counts: Mapping[str, int]
     """Causes of warning or error, by kind."""
     ratio: float
@@ -37,6 +39,7 @@ class JobView:
 
     step: int
     stop: bool
+    save: bool
     groups_stopping: int
     counts: Mapping[str, int]
     """Findings summed over replica groups: data-parallel peers of a parameter each count their own."""
@@ -51,18 +54,18 @@ class Job:
         """`leader`: this rank speaks for its replica group. `group`: all ranks of the job (None: the default group)."""
         self._leader = leader
         self._group = group
-        self._sums = torch.zeros(1 + len(KINDS), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2 + len(KINDS), dtype=torch.float64, device=device)
         self._tops = torch.zeros(2, dtype=torch.float64, device=device)
 
     def meet(self, step: int, word: Word) -> JobView:
         """Say this group's word and hear the job's. A collective over all ranks; waits for the result."""
-        heard = self._leader
-        sums = [float(word.stop and heard), *(float(word.counts.get(k, 0) * heard) for k in KINDS)]
+        said = [word.stop, word.save, *(word.counts.get(kind, 0) for kind in KINDS)]
+        sums = [float(number) * self._leader for number in said]
         self._sums.copy_(torch.tensor(sums, dtype=torch.float64))
         self._tops.copy_(torch.tensor([word.ratio, word.max_abs], dtype=torch.float64))
         dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group)
         dist.all_reduce(self._tops, op=dist.ReduceOp.MAX, group=self._group)
-        stopping, *counts = self._sums.tolist()
+        stopping, saving, *counts = self._sums.tolist()
         ratio, max_abs = self._tops.tolist()
         seen = {kind: int(count) for kind, count in zip(KINDS, counts, strict=True) if count}
-        return JobView(step, stopping > 0, int(stopping), seen, ratio, max_abs)
+        return JobView(step, stopping > 0, saving > 0, int(stopping), seen, ratio, max_abs)

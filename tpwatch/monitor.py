@@ -22,7 +22,6 @@ from tpwatch import act
 from tpwatch._guard import Guard
 from tpwatch.config import Config
 from tpwatch.diagnose import Outcome, When, layout_finding, presence_finding
-from tpwatch.errors import ReplicaFault
 from tpwatch.exchange import (
     ENTRY,
     EXIT,
@@ -38,6 +37,7 @@ from tpwatch.exchange import (
 from tpwatch.explain import Explainer, Request
 from tpwatch.fingerprint.layout import ROW
 from tpwatch.lookout import Lookout
+from tpwatch.pace import Pace
 from tpwatch.parts import Check, Parts, Scope
 from tpwatch.presence import Presence
 from tpwatch.records import Evidence, Finding, StepReport
@@ -54,6 +54,11 @@ class Monitor:
         self.guard = guard
         self.watching = n > 0
         self.last_report: StepReport | None = None
+        self.stopping: tuple[Finding, ...] = ()
+        """Findings that ask for the run to be stopped: the same on every rank of the group."""
+        self.listeners: list[Callable[[Sequence[Finding]], None]] = []
+        """Called with findings that are new or worse than before, on the training thread."""
+        self._pace = Pace(config)
         self._digest = parts.plan.digest
         self._layout = Layout(n)
         self._buffers = Buffers(self._layout, parts.device)
@@ -80,7 +85,7 @@ class Monitor:
     def before_reduction(self, step: int, call: int, scope: Scope) -> None:
         """Entry side, in front of the framework's TP reduction. A collective on checked steps."""
         self.catch_up()
-        if not self.watching or not self.config.checked(step, self.config.start_step):
+        if not self.watching or not self._pace.due(step):
             return
         started = self.parts.clock()
         check = self._begin(When(step, call, update=step - 1, pristine=self._steps == 0), scope)
@@ -154,7 +159,7 @@ class Monitor:
 
     def _header(self, check: Check, phase: int, *, failed: bool) -> tuple[float, ...]:
         plan = (self._digest & 0xFFFFFFFF, self._digest >> 32)
-        flags = (float(failed), float(self.guard.tripped))
+        flags = (float(failed), float(self.guard.tripped), float(self._pace.slow))
         return (phase, check.at.call, check.at.step, *plan, check.digest, *flags)
 
     def _pack_entry(self, check: Check) -> None:
@@ -252,6 +257,7 @@ class Monitor:
         check.seconds, check.diagnosing = check.seconds + ended - started, ended - judging
         self._record(check, reduced, evidence, outcome)
         self._act(check.at.step, outcome)
+        self._keep_pace(check, reduced)
 
     def _observe(self, check: Check, reduced: Reduced, evidence: Mapping[int, Evidence]) -> Outcome:
         """Hand over only rows whose picture changed, that are unsettled, or about which there is new evidence."""
@@ -310,9 +316,9 @@ class Monitor:
             self._write(lambda finding=finding: self.parts.recorder.finding(step, finding))  # type: ignore[misc]
         for finding in outcome.new if self.parts.group_rank == 0 else ():
             self.guard.attempt("announcing", act.announce, finding, self.config)
-        if stop := act.must_stop(outcome.new, self.config):
-            self._write(lambda: self.parts.recorder.abort(step, stop))
-            raise ReplicaFault(stop, step)
+        for tell in self.listeners if outcome.new else ():
+            self.guard.attempt("a listener", tell, outcome.new)
+        self.stopping += act.must_stop(outcome.new, self.config)
 
     # --------------------------------------------------------------------------------------- recording
 
@@ -332,6 +338,14 @@ class Monitor:
         self._write(lambda: self.parts.recorder.check(report))
         if outcome.judged:
             self._record_status(check.at.step)
+
+    def _keep_pace(self, check: Check, reduced: Reduced) -> None:
+        """Stretch the interval if any rank says that checks are too slow: all read it from the same header."""
+        if any(header.flag("slow") for header in reduced.headers):
+            note = self._pace.stretch()
+            self._write(lambda: self.parts.recorder.note(check.at.step, note))
+        elif check.at.call == 1:
+            self._pace.spend(check.seconds, self._step_seconds)
 
     def _record_status(self, step: int) -> None:
         diagnosis = self.parts.diagnosis

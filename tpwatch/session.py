@@ -29,7 +29,7 @@ from tpwatch.adapters.base import Adapter, Groups, Host
 from tpwatch.config import Config, load
 from tpwatch.diagnose import Diagnosis, layout_finding
 from tpwatch.discover import Difference, Discovery, agree, discover, restrict
-from tpwatch.errors import ConfigError
+from tpwatch.engine import Engine, Membership
 from tpwatch.exchange import Exchange
 from tpwatch.export import Place
 from tpwatch.export.fanout import Fanout
@@ -38,11 +38,12 @@ from tpwatch.export.recorder import Leader, Silent
 from tpwatch.export.sinks import chosen
 from tpwatch.fingerprint import choose as choose_fingerprinter
 from tpwatch.handshake import Meeting, default_store, next_round
+from tpwatch.job import Job
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Parts
 from tpwatch.records import WatchPlan
 from tpwatch.report.summary import summarize
-from tpwatch.watch import Engine, Membership, Watch
+from tpwatch.watch import Watch
 
 logger = logging.getLogger("tpwatch")
 
@@ -87,21 +88,8 @@ def attach(  # noqa: PLR0913 - the contract of DESIGN section 6
     chosen = choose(adapter if adapter != "auto" else settings.adapter)
     if chosen is None:
         return _inert(settings, guard, "no supported framework is installed (Megatron-core 0.16 to 0.19)")
-    _refuse_lonely_abort(settings, chosen, groups)
     outcome = guard.attempt("attach", session.open, chosen, _chunks(model), optimizer, groups)
     return outcome.value or _inert(settings, guard, f"attach failed: {guard.last_error}")
-
-
-def _refuse_lonely_abort(config: Config, adapter: Adapter, groups: Groups | None) -> None:
-    """One group that stops alone would leave its DP and PP peers waiting in a collective for ever."""
-    size = dist.get_world_size(adapter.group(groups)[1])
-    if config.on_fault == "abort" and 1 < size < dist.get_world_size():
-        rule = (
-            f"needs one replica group, and this job of {dist.get_world_size()} ranks has groups of"
-            f" {size}: the ranks of other groups would be left in a collective"
-        )
-        remedy = "Use on_fault: warn, or abort with TP spanning the whole job."
-        raise ConfigError("on_fault", "abort", rule, remedy)  # noqa: EM101 - knob and value, not a message
 
 
 def _inert(config: Config, guard: Guard, reason: str) -> Watch:
@@ -244,7 +232,9 @@ class Session:
                 write_summary(directory, summarize(directory))
 
         membership = Membership(self.rank, plan.ranks, self.world)
-        watch = Watch(self.config, self.guard, Engine(monitor, membership, directory, close, conclude))
+        meets = self.config.can_stop or self.config.job_wide
+        job = Job(leader=self.rank == plan.ranks[0], device=host.device) if meets else None
+        watch = Watch(self.config, self.guard, Engine(monitor, job, membership, directory, close, conclude))
         self._say(monitor, agreed)
         watch.install(host.install(watch))
         return watch

@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
 
 from tpwatch._guard import Guard
 from tpwatch.config import Config
 from tpwatch.diagnose import skipped_finding
+from tpwatch.engine import Engine, Seams
 from tpwatch.handshake import Meeting, default_store, next_round
+from tpwatch.job import JobView
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Scope
 from tpwatch.records import Finding, StepReport
+from tpwatch.stop import Stop
 
 logger = logging.getLogger("tpwatch")
 
@@ -31,56 +32,6 @@ COLLECTIVE = frozenset({"entry", "exit", "values check"})
 FINISH_TIMEOUT = 30.0
 """Seconds that the last meetings of a run may take: at the end of training nobody waits two minutes
 for a monitor."""
-
-
-class Seams(Protocol):
-    """The places of a host that an adapter has wrapped."""
-
-    def lost(self) -> bool:
-        """True if the host has replaced a wrapper of ours since it was installed."""
-        ...
-
-    def reinstall(self) -> None:
-        """Wrap what the host has put there."""
-        ...
-
-    def remove(self) -> Sequence[str]:
-        """Put the host's own objects back.
-
-        Return a note for each one that could only be made a pass-through.
-        """
-        ...
-
-    def iteration(self) -> int | None:
-        """The trainer's own number of the step under way, from 1, or None if it cannot be read."""
-        ...
-
-    def whole(self) -> Scope:
-        """All model chunks."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """Who is in this run: global rank, ranks of the replica group, ranks of the job."""
-
-    rank: int
-    group_ranks: Sequence[int]
-    world_ranks: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What a Watch drives, on a rank that takes part."""
-
-    monitor: Monitor
-    membership: Membership
-    directory: str
-    """The run directory."""
-    close: Callable[[int], None]
-    """Write the last word, given the last step, and close the log."""
-    summarize: Callable[[], None]
-    """Derive `summary.json` from the event files; does nothing but on rank 0."""
 
 
 class Watch:
@@ -100,6 +51,7 @@ class Watch:
         self._guard = guard
         self._engine = engine
         self._monitor = engine.monitor if engine else None
+        self._stop = Stop(engine.job, engine.monitor, config, guard) if engine and engine.job else None
         self._seams: Seams | None = None
         self._step = config.start_step + 1
         self._calls = 0
@@ -130,6 +82,27 @@ class Watch:
     def last_step(self) -> int:
         """The last optimizer step that was taken, as the trainer numbers them."""
         return self._step - 1
+
+    @property
+    def job_view(self) -> JobView | None:
+        """What the job as a whole said at the last step at which all ranks met (`Config.can_stop`, `job_wide`)."""
+        return self._stop.view if self._stop else None
+
+    def on_finding(self, listener: Callable[[Sequence[Finding]], None]) -> None:
+        """Call `listener` with findings that are new or worse, on the training thread of every rank of the group.
+
+        It must not communicate: what it raises is counted and logged, not passed on.
+        """
+        if self._monitor is not None:
+            self._monitor.listeners.append(listener)
+
+    def save_before_abort(self, save: Callable[[int], None]) -> None:
+        """Call `save` with the step before a stop that asks for a checkpoint, on every rank of the job.
+
+        It may be a collective, such as the trainer's own save function: all ranks are at the same place.
+        """
+        if self._stop is not None:
+            self._stop.saves.append(save)
 
     def set_step(self, step: int) -> None:
         """Say which optimizer step comes next, from 1 (all ranks alike), where the framework does not say."""
@@ -183,10 +156,14 @@ class Watch:
         """Take over the seams an adapter has wrapped."""
         self._seams = seams
 
-    def finalizer_entered(self, scope: Scope) -> None:
-        """The framework is about to reduce the gradients of the chunks in `scope` over the replica group."""
+    def finalizer_entered(self, scope: Scope) -> bool:
+        """The framework is about to reduce the gradients of the chunks in `scope` over the replica group.
+
+        Returns False if the reduction is to be left out: the run is about to be stopped, on every rank, before the
+        update, and the reduction might hang on what was found.
+        """
         if not self.enabled:
-            return
+            return True
         if self._calls == 0:
             self._read_iteration()
         self._calls += 1
@@ -195,6 +172,7 @@ class Watch:
             self._twice_noted = True
             self._note(f"the gradient finalizer was called {self._calls} times in step {self._step}")
         self._run("entry", lambda monitor: monitor.before_reduction(self._step, self._calls, scope))
+        return not (self._monitor and self._monitor.stopping)
 
     def finalizer_left(self) -> None:
         """The framework has reduced them."""
@@ -205,12 +183,15 @@ class Watch:
 
         May come twice in a step; only the first counts.
         """
-        if not self.enabled or self._ready_seen:
+        if self._closed or self._ready_seen:
             return
         self._ready_seen = True
         if self._calls == 0:
             self._read_iteration()
-            self._finalizer_skipped()
+            if self.enabled:
+                self._finalizer_skipped()
+        if self._stop is not None:
+            self._stop.meet(self._step)
 
     def stepped(self) -> None:
         """The optimizer has stepped, or skipped the step: the next one begins."""

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.adapters import _runs
 from tests.commands import run_python
@@ -19,6 +20,7 @@ from tpwatch.report.summary import summarize
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(240)]
 
+IN_ONE_GROUP = str(Path(__file__).parent / "scripts" / "fault_in_one_group.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
@@ -103,12 +105,28 @@ def test_an_abort_comes_out_of_tpwatch_run_with_its_own_exit_code(tmp_path: Path
     assert time.monotonic() - started < 60
 
 
-def test_abort_is_refused_where_one_group_would_stop_alone(tmp_path: Path) -> None:
-    """Two TP groups: the error at start-up says why, and which value works."""
-    env = [{"TPWATCH_ON_FAULT": "abort"}] * 4
-    ended = _runs.ranks(_runs.worker("dp2tp2", tmp_path, 2, "--dp=2"), 4, env=env, timeout=60)
-    assert all(code not in (0, None) for code in ended.codes)
-    assert "on_fault = 'abort': needs one replica group" in ended.output
+@pytest.mark.parametrize(("fault", "step"), [("ple-double-sum", 3), ("one-sided-gradient", 1)])
+def test_a_fault_in_one_group_stops_every_rank_of_the_job_at_the_same_step(
+    tmp_path: Path, fault: str, step: int
+) -> None:
+    """DP2xTP2, fault in the first TP group only: no data-parallel peer is left in a collective."""
+    ended = _runs.ranks([IN_ONE_GROUP, str(tmp_path), "abort", fault], 4, timeout=90)
+    assert ended.codes == [0] * 4, ended.output
+    for rank in range(4):
+        assert f"rank {rank} stopped at step {step} in step {step}: {'0' if rank >= 2 else ''}" in ended.output
+    assert not list(tmp_path.glob("rank*.pt"))
+    assert json.loads((tmp_path / "abort.json").read_text())["step"] == step
+    assert [e["step"] for e in _runs.events(tmp_path, "abort")] == [step]
+
+
+def test_a_checkpoint_is_saved_on_every_rank_before_the_stop(tmp_path: Path) -> None:
+    """checkpoint_then_abort: the trainer's save function, a collective, runs on all ranks; the checkpoint loads."""
+    ended = _runs.ranks([IN_ONE_GROUP, str(tmp_path), "checkpoint_then_abort"], 4, timeout=90)
+    assert ended.codes == [0] * 4, ended.output
+    for rank in range(4):
+        saved = torch.load(tmp_path / f"rank{rank}.pt")
+        assert saved["step"] == 3
+        assert all(bool(v.isfinite().all()) for v in saved["model"].values() if isinstance(v, torch.Tensor))
 
 
 def test_a_threshold_stops_at_exactly_the_step_that_exceeds_it(tmp_path: Path) -> None:

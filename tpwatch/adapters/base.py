@@ -19,8 +19,9 @@ import torch.distributed as dist
 
 from tpwatch.config import Config
 from tpwatch.discover import Candidate
+from tpwatch.engine import Seams
 from tpwatch.parts import Source
-from tpwatch.watch import Seams, Watch
+from tpwatch.watch import Watch
 
 Groups = Mapping[str, dist.ProcessGroup]
 """Process groups by axis (`"tp"`), where the caller's differ from the framework's global ones."""

@@ -199,8 +199,8 @@ class MegatronSeams:
             scope = frozenset(i for i in map(self._chunks.get, map(id, model)) if i is not None)
             if not self._active or not scope:
                 return original(model, *args, **kwargs)
-            self._watch.finalizer_entered(scope)
-            result = original(model, *args, **kwargs)
+            proceed = self._watch.finalizer_entered(scope)
+            result = original(model, *args, **kwargs) if proceed else None
             self._watch.finalizer_left()
             return result
 

@@ -6,11 +6,22 @@ file, environment, command line and code. Knows YAML and environment names, not 
 
 from __future__ import annotations
 
-from tpwatch.config.knobs import Config, Explain, Prometheus, Thresholds, WatchSelection, schema
+from tpwatch.config.knobs import (
+    STOPPING,
+    Action,
+    Config,
+    Explain,
+    Prometheus,
+    Thresholds,
+    WatchSelection,
+    schema,
+)
 from tpwatch.config.load import RESERVED_ENV, disabled, env_names, load
 
 __all__ = [
     "RESERVED_ENV",
+    "STOPPING",
+    "Action",
     "Config",
     "Explain",
     "Prometheus",

@@ -18,6 +18,8 @@ Count = Annotated[int, AtLeast(0)]
 Positive = Annotated[int, AtLeast(1)]
 Amount = Annotated[float, AtLeast(0)]
 PositiveAmount = Annotated[float, AtLeast(0, exclusive=True)]
+Action = Literal["ignore", "log", "warn", "abort", "checkpoint_then_abort"]
+STOPPING = frozenset({"abort", "checkpoint_then_abort"})
 Declaration = Literal["sum", "avg", "none", "sharded", "replicated"]
 
 
@@ -124,8 +126,20 @@ class Config(Section):
     """Every so many steps are checked, once `warmup` is over."""
     warmup: Count = 10
     """So many first steps are all checked, whatever `interval` says."""
-    on_fault: Literal["log", "warn", "abort"] = "warn"
-    """`log`: one information line. `warn`: logged by severity. `abort`: all ranks stop together."""
+    on_fault: Action = "warn"
+    """What is done about a fault; `abort` stops all ranks of the job at the same step, before the update.
+
+    `ignore`: recorded only. `log`: one information line. `warn`: logged by severity.
+    `checkpoint_then_abort`: the function given to `Watch.save_before_abort` runs first.
+    """
+    policies: Mapping[str, Action] = field(default_factory=dict)
+    """Other actions for some findings, by pattern of `kind:severity@parameter`; the last match wins."""
+    max_faults: Positive = 1
+    """So many faults, over all replica groups, before an action that stops the run does so."""
+    max_overhead: PositiveAmount | None = None
+    """Share of step time a check may take; past it the interval is doubled, on all ranks of a group together."""
+    job_wide: bool = False
+    """Exchange counts of faults over all ranks of the job even if nothing can stop it (for a sink on one rank)."""
     patience: Positive = 3
     """Exercised checks in a row that must agree before a finding counts."""
     deep_interval: Positive = 50
@@ -152,6 +166,11 @@ class Config(Section):
     """Metrics for Prometheus."""
     sinks: tuple[str, ...] = ()
     """Further sinks that get every event: entry points of the group `tpwatch.sinks`, or `module:factory`."""
+
+    @property
+    def can_stop(self) -> bool:
+        """True if some finding may stop the run; only then do all ranks of the job meet at checked steps."""
+        return any(action in STOPPING for action in (self.on_fault, *self.policies.values()))
 
     def checked(self, step: int, start: int) -> bool:
         """Whether `step` is checked, `start` being the step before the first watched one.

@@ -31,9 +31,10 @@ from tpwatch.report.table import printable
 COLUMNS = ("Status", "Parameter", "Kind", "Since", "Checks", "Ratio", "Max abs", "Max rel", "Confidence")
 """Columns of the list of parameters; the script builds its rows, in this order."""
 
+# Level stripes: the heat map is stretched sideways only.
 HATCH = Html(
-    '<svg width="0" height="0" aria-hidden="true" class="defs"><defs><pattern id="hatch" width="6" height="6"'
-    ' patternUnits="userSpaceOnUse"><path d="M0 0V6M3 0V6" class="hatch"/></pattern></defs></svg>'
+    '<svg width="0" height="0" aria-hidden="true" class="defs"><defs><pattern id="hatch" width="9" height="3"'
+    ' patternUnits="userSpaceOnUse"><path d="M0 1H9" class="hatch"/></pattern></defs></svg>'
 )
 
 

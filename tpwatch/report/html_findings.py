@@ -15,7 +15,7 @@ from tpwatch.report.html_evidence import certainty, count, equal_copies, evidenc
 from tpwatch.report.markup import Child, Html, dotted, el
 from tpwatch.report.table import number
 
-EVIDENCE_SHOWN = 4
+EVIDENCE_SHOWN = 7
 """Findings of a card with their evidence; that of others opens in the list of parameters."""
 
 NAMES_SHOWN = 50

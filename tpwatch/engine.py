@@ -1,0 +1,66 @@
+"""What a Watch drives on a rank that takes part, and what it asks of an adapter's seams.
+
+Knows the shape of things only; when they are called is in `watch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tpwatch.job import Job
+from tpwatch.monitor import Monitor
+from tpwatch.parts import Scope
+
+
+class Seams(Protocol):
+    """The places of a host that an adapter has wrapped."""
+
+    def lost(self) -> bool:
+        """True if the host has replaced a wrapper of ours since it was installed."""
+        ...
+
+    def reinstall(self) -> None:
+        """Wrap what the host has put there."""
+        ...
+
+    def remove(self) -> Sequence[str]:
+        """Put the host's own objects back.
+
+        Return a note for each one that could only be made a pass-through.
+        """
+        ...
+
+    def iteration(self) -> int | None:
+        """The trainer's own number of the step under way, from 1, or None if it cannot be read."""
+        ...
+
+    def whole(self) -> Scope:
+        """All model chunks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """Who is in this run: global rank, ranks of the replica group, ranks of the job."""
+
+    rank: int
+    group_ranks: Sequence[int]
+    world_ranks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a Watch drives, on a rank that takes part."""
+
+    monitor: Monitor
+    job: Job | None
+    """The meeting of all ranks, where a policy can stop the run."""
+    membership: Membership
+    directory: str
+    """The run directory."""
+    close: Callable[[int], None]
+    """Write the last word, given the last step, and close the log."""
+    summarize: Callable[[], None]
+    """Derive `summary.json` from the event files; does nothing but on rank 0."""

@@ -1,0 +1,68 @@
+"""Stopping: all ranks of the job learn whether one of them wants to, and stop together, before the update.
+
+Whether there is a meeting depends on configuration and step number alone: a rank whose own monitor is off still comes,
+for its peers do. Knows policy and findings; the vector itself is `job`'s.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from tpwatch._guard import Guard
+from tpwatch.act import wants_checkpoint
+from tpwatch.config import Config
+from tpwatch.errors import ReplicaFault
+from tpwatch.job import Job, JobView, Word
+from tpwatch.monitor import Monitor
+
+
+class Stop:
+    """The policy of one rank towards the whole job."""
+
+    def __init__(self, job: Job, monitor: Monitor, config: Config, guard: Guard) -> None:
+        """Nothing has been said yet."""
+        self._job = job
+        self._monitor = monitor
+        self._config = config
+        self._guard = guard
+        self.view: JobView | None = None
+        """What the job said last."""
+        self.saves: list[Callable[[int], None]] = []
+        """Called with the step before a stop that asks for a checkpoint."""
+
+    def meet(self, step: int) -> None:
+        """Meet the other ranks if this step is checked. A collective over all ranks of the job.
+
+        Raises:
+            ReplicaFault: some group wants to stop; raised on every rank.
+        """
+        if not self._config.checked(step, self._config.start_step):
+            return
+        view = self._guard.attempt("meeting of the job", self._job.meet, step, self._word()).value
+        if view is None:
+            return
+        self.view = view
+        if view.stop and sum(view.counts.values()) >= self._config.max_faults:
+            self._stop(view)
+
+    def _word(self) -> Word:
+        causes = [f for f in self._monitor.parts.diagnosis.findings if f.counts]
+        stopping = self._monitor.stopping
+        return Word(
+            stop=bool(stopping),
+            save=wants_checkpoint(stopping, self._config),
+            counts=Counter(f.kind for f in causes),
+            ratio=max((f.ratio for f in causes if f.ratio is not None), default=0.0),
+            max_abs=max((f.max_abs for f in causes), default=0.0),
+        )
+
+    def _stop(self, view: JobView) -> None:
+        """Save first if a group asked for it, write down why, and raise on this rank as on every other."""
+        for save in self.saves if view.save else ():
+            self._guard.attempt("checkpoint before the abort", save, view.step)
+        stopping = self._monitor.stopping
+        if stopping:
+            recorder = self._monitor.parts.recorder
+            self._guard.attempt("recording", recorder.abort, view.step, stopping)
+        raise ReplicaFault(stopping, view.step, view.counts)
