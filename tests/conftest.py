@@ -31,7 +31,10 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
     ),
     "triton": (lambda: importlib.util.find_spec("triton") is not None, "triton"),
     "gpu": (_has_gpu, "a CUDA device"),
-    "prom": (lambda: shutil.which("promtool") is not None, "promtool (package prometheus)"),
+    "prom": (
+        lambda: all(map(shutil.which, ("amtool", "prometheus", "prometheus-alertmanager", "promtool"))),
+        "Prometheus (packages prometheus and prometheus-alertmanager)",
+    ),
     "browser": (lambda: shutil.which("chromium") is not None, "chromium (package chromium)"),
 }
 

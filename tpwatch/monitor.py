@@ -12,7 +12,6 @@ of staying away.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -36,6 +35,7 @@ from tpwatch.exchange import (
 )  # fmt: skip
 from tpwatch.explain import Explainer, Request
 from tpwatch.fingerprint.layout import ROW
+from tpwatch.ledger import Ledger
 from tpwatch.lookout import Lookout
 from tpwatch.pace import Pace
 from tpwatch.parts import Check, Parts, Scope
@@ -58,6 +58,7 @@ class Monitor:
         """Findings that ask for the run to be stopped: the same on every rank of the group."""
         self.listeners: list[Callable[[Sequence[Finding]], None]] = []
         """Called with findings that are new or worse than before, on the training thread."""
+        self.ledger = Ledger(parts.recorder, guard)
         self._pace = Pace(config)
         self._digest = parts.plan.digest
         self._layout = Layout(n)
@@ -73,11 +74,9 @@ class Monitor:
         self._pending: Check | None = None
         self._foretold: set[int] = set()
         self._mispaired: Finding | None = None
-        self._status: tuple[object, object] = ((), ())
         self._steps = 0
         self._step_seconds = 0.0
         self._step_ended = 0.0
-        self._lock = threading.Lock()
         self._lookout = Lookout()
 
     # ------------------------------------------------------------------------------------- the story
@@ -235,7 +234,7 @@ class Monitor:
         for row in reduced.rows([index for index in reduced.uneven() if index not in self._foretold]):
             self._foretold.add(row.index)
             finding = presence_finding(self.parts.plan, row, check.at.step)
-            self._write(lambda finding=finding: self.parts.recorder.finding(check.at.step, finding))  # type: ignore[misc]
+            self.ledger.finding(check.at.step, finding)
 
     def close(self) -> None:
         """Stop the lookout. Idempotent."""
@@ -303,7 +302,7 @@ class Monitor:
     def _stop(self, step: int, why: str) -> None:
         if self.watching:
             self.watching = False
-            self._write(lambda: self.parts.recorder.note(step, why))
+            self.ledger.note(step, why)
 
     def report(self, step: int, findings: Sequence[Finding]) -> None:
         """Record and act on findings made elsewhere (layout, finalizer protocol)."""
@@ -313,7 +312,7 @@ class Monitor:
 
     def _act(self, step: int, outcome: Outcome) -> None:
         for finding in (*outcome.new, *outcome.grown):
-            self._write(lambda finding=finding: self.parts.recorder.finding(step, finding))  # type: ignore[misc]
+            self.ledger.finding(step, finding)
         for finding in outcome.new if self.parts.group_rank == 0 else ():
             self.guard.attempt("announcing", act.announce, finding, self.config)
         for tell in self.listeners if outcome.new else ():
@@ -334,27 +333,13 @@ class Monitor:
             deep_collectives=check.deep, bytes_exchanged=exchange.bytes - check.bytes_before, skipped=outcome.skipped,
             phases=check.phases, ratio_lo=ratio_lo, ratio_hi=ratio_hi,
         )  # fmt: skip
-        report = self.last_report
-        self._write(lambda: self.parts.recorder.check(report))
+        self.ledger.check(self.last_report)
         if outcome.judged:
-            self._record_status(check.at.step)
+            self.ledger.status(check.at.step, self.parts.diagnosis)
 
     def _keep_pace(self, check: Check, reduced: Reduced) -> None:
         """Stretch the interval if any rank says that checks are too slow: all read it from the same header."""
         if any(header.flag("slow") for header in reduced.headers):
-            note = self._pace.stretch()
-            self._write(lambda: self.parts.recorder.note(check.at.step, note))
+            self.ledger.note(check.at.step, self._pace.stretch())
         elif check.at.call == 1:
             self._pace.spend(check.seconds, self._step_seconds)
-
-    def _record_status(self, step: int) -> None:
-        diagnosis = self.parts.diagnosis
-        status = (diagnosis.not_exercised, diagnosis.unverified)
-        if status != self._status:
-            self._status = status
-            self._write(lambda: self.parts.recorder.status(step, *status))
-
-    def _write(self, event: Callable[[], None]) -> None:
-        """A full disk or a broken recorder costs events, never the run."""
-        with self._lock:
-            self.guard.attempt("recording", event)

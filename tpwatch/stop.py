@@ -63,6 +63,5 @@ class Stop:
             self._guard.attempt("checkpoint before the abort", save, view.step)
         stopping = self._monitor.stopping
         if stopping:
-            recorder = self._monitor.parts.recorder
-            self._guard.attempt("recording", recorder.abort, view.step, stopping)
+            self._monitor.ledger.abort(view.step, stopping)
         raise ReplicaFault(stopping, view.step, view.counts)

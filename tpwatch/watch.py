@@ -257,7 +257,7 @@ class Watch:
         return outcome.value == ""
 
     def _note(self, text: str) -> None:
-        self._run("note", lambda monitor: monitor.parts.recorder.note(self._step, text))
+        self._run("note", lambda monitor: monitor.ledger.note(self._step, text))
 
     def _run(self, what: str, act: Callable[[Monitor], None]) -> None:
         """Every call into the monitor.

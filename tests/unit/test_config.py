@@ -164,7 +164,7 @@ def test_reserved_and_foreign_environment_variables_are_left_alone() -> None:
         ({"watch": {"include": "decoder.*"}}, "watch.include", "list"),
         ({"watch": {"declare": ["*.a"]}}, "watch.declare", "map patterns"),
         ({"watch": {"declare": {"*.a": "mean"}}}, "watch.declare['*.a']", "one of sum, avg"),
-        ({"on_fault": False}, "on_fault", "one of log, warn, abort"),
+        ({"on_fault": False}, "on_fault", "one of ignore, log, warn, abort"),
     ],
 )
 def test_a_bad_value_is_an_error_with_knob_value_and_rule(values: dict[str, Any], knob: str, rule: str) -> None:
@@ -288,7 +288,7 @@ def test_the_schema_describes_every_knob() -> None:
     assert set(properties) == {f.name for f in dataclasses.fields(Config)}
     assert properties["interval"]["minimum"] == 1
     assert properties["interval"]["default"] == 1
-    assert properties["on_fault"]["enum"] == ["log", "warn", "abort"]
+    assert properties["on_fault"]["enum"] == ["ignore", "log", "warn", "abort", "checkpoint_then_abort"]
     assert properties["handshake_timeout"]["exclusiveMinimum"] == 0
     assert properties["watch"]["properties"]["include"]["default"] == ["*"]
     assert properties["thresholds"]["additionalProperties"] is False
