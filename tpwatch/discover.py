@@ -79,8 +79,10 @@ def _why_not(candidate: Candidate, declared: str | None, selection: WatchSelecti
         return "not included" if candidate.replicated else "sharded"
     if any(fnmatchcase(candidate.name, p) for p in selection.exclude):
         return "excluded"
-    if declared is not None or candidate.replicated:
+    if candidate.replicated or declared == "replicated":
         return ""
+    if declared is not None and candidate.replicated is None:
+        return ""  # a rule for how it is reduced says that it is replicated; it does not make a shard one
     if candidate.replicated is None:
         return candidate.reason
     return candidate.reason or "sharded"

@@ -16,9 +16,7 @@ from tpwatch.export.catalog import CHECK_DURATION, FAULTY, METRICS, OTHER
 from tpwatch.export.jsonl import RunLog, event_file
 from tpwatch.export.sinks import Loss
 from tpwatch.export.snapshot import EXEMPLAR_CHARACTERS, Exemplar, Numbers, Sample, Series
-from tpwatch.records import KINDS, Finding, StepReport
-
-Written = StepReport | Finding
+from tpwatch.records import KINDS
 
 
 class Run:
@@ -258,10 +256,9 @@ def test_an_event_of_a_kind_that_moves_nothing_is_no_error(run: Run) -> None:
     assert run.numbers.snapshot() == before
 
 
-def test_an_observation_on_a_bound_belongs_to_the_bucket_below(run: Run) -> None:
+def test_an_observation_on_a_bound_belongs_to_the_bucket_below() -> None:
     """`le` means less or equal."""
     series = Series(CHECK_DURATION)
     series.observe(Exemplar({"step": "1"}, 0.001, 0.0), "tp-0", "exchange")
     (sample,) = series.samples()
     assert next(b.bound for b in sample.buckets if b.count) == 0.001
-    del run

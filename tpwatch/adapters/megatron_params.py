@@ -113,7 +113,7 @@ def _checkpoint_witness(bare: Any) -> Mapping[int, bool]:
     by_data: dict[int, bool] = {}
     for entry in _entries(entries):
         data = getattr(entry, "data", None)
-        if isinstance(data, torch.Tensor) and hasattr(entry, "global_shape"):
+        if isinstance(data, torch.Tensor) and hasattr(entry, "global_shape") and hasattr(entry, "local_shape"):
             whole = tuple(entry.global_shape)[getattr(entry, "prepend_axis_num", 0) :]
             by_data[data.data_ptr()] = by_data.get(data.data_ptr(), False) or whole != tuple(entry.local_shape)
     return {id(p): by_data[p.data_ptr()] for p in bare.parameters() if p.numel() and p.data_ptr() in by_data}
