@@ -80,9 +80,7 @@ def _why_not(candidate: Candidate, declared: str | None, selection: WatchSelecti
     if any(fnmatchcase(candidate.name, p) for p in selection.exclude):
         return "excluded"
     if candidate.replicated or declared == "replicated":
-        return ""
-    if declared is not None and candidate.replicated is None:
-        return ""  # a rule for how it is reduced says that it is replicated; it does not make a shard one
+        return ""  # a declared rule alone does not make a shard, or what may be one, a replica
     if candidate.replicated is None:
         return candidate.reason
     return candidate.reason or "sharded"
