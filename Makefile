@@ -12,7 +12,7 @@ PYTEST_ARGS ?=
 # The newest supported host. On Python 3.11 its wheel installs although it declares 3.12.
 NEWEST_HOST := megatron-core==0.19.2
 
-INPUTS := pyproject.toml setup.py constraints.txt Makefile $(wildcard tpwatch/fingerprint/_native.c)
+INPUTS := pyproject.toml setup.py constraints.txt Makefile $(wildcard tpwatch/fingerprint/_native*.[ch])
 
 .PHONY: demo test test-newest-host test-te lint format bench clean
 

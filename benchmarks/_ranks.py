@@ -111,8 +111,8 @@ def launch(world: int, work: Callable[..., Any], *args: Any, timeout: float = 36
     sys.stdout.flush()
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
-    port = _free_port()
-    ranks = [context.Process(target=_rank, args=(r, world, port, theirs, work, args)) for r in range(world)]
+    meet = {"init_method": f"tcp://127.0.0.1:{_free_port()}", "world_size": world}
+    ranks = [context.Process(target=_rank, args=(r, meet, theirs, lambda r: work(r, *args))) for r in range(world)]
     for process in ranks:
         process.start()
     theirs.close()
@@ -124,12 +124,12 @@ def launch(world: int, work: Callable[..., Any], *args: Any, timeout: float = 36
             process.join()
 
 
-def _rank(rank: int, world: int, port: int, pipe: Connection, work: Callable[..., Any], args: Sequence[Any]) -> None:
+def _rank(rank: int, meet: Mapping[str, Any], pipe: Connection, work: Callable[[int], Any]) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    result = work(rank, *args)
+    dist.init_process_group("gloo", rank=rank, **meet)
+    result = work(rank)
     dist.barrier()
     if rank == 0:
         pipe.send(result)

@@ -29,6 +29,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,17 +149,18 @@ def steps(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001
         for name, edit in MODELS.items():
             report = Record("step_overhead", "", rank=rank, date=date, tiny=tiny)
             training = Training(TINY if tiny else SECOND, edit, Path(folder) / name, warm)
-            subjects = [Subject(mode, lambda mode=mode: training.train(mode)) for mode in MODES]
+            subjects = [Subject(mode, partial(training.train, mode)) for mode in MODES]
             times = measure(subjects, rounds, calls)
             training.leave()
             count, watched, everything = training.replicated()
             moved = POINTS * watched + 2 * payload(count)
-            case = f"{name}: {count} replicated parameters, {watched / everything:.1%} of {everything / 1e6:.0f} MB a rank"
-            report.add(case, times, dict.fromkeys(["every step", "every 10th step"], moved), findings(times, training.spent))
+            share = f"{watched / everything:.1%} of {everything / 1e6:.1f} MB a rank"
+            checked = dict.fromkeys(list(MODES)[1:], moved)
+            report.add(f"{name}: {count} replicated, {share}", times, checked, in_words(times, training.spent))
             training.run.close()
 
 
-def findings(times: Mapping[str, list[float]], spent: Mapping[str, list[float]]) -> str:
+def in_words(times: Mapping[str, list[float]], spent: Mapping[str, list[float]]) -> str:
     """What the times say, in words: the note of the case."""
     off = times["off"]
     parts = []

@@ -35,7 +35,10 @@ NEEDS: dict[str, tuple[Callable[[], bool], str]] = {
         lambda: all(map(shutil.which, ("amtool", "prometheus", "prometheus-alertmanager", "promtool"))),
         "Prometheus (packages prometheus and prometheus-alertmanager)",
     ),
-    "browser": (lambda: shutil.which("chromium") is not None, "chromium (package chromium)"),
+    "browser": (
+        lambda: all(map(shutil.which, ("chromium", "chromedriver"))),
+        "chromium (packages chromium and chromium-driver)",
+    ),
 }
 
 

@@ -25,9 +25,10 @@ COMMANDS: dict[str, set[str]] = {
     "demo": {"--dp", "--fault", "--fixed", "--list", "--out", "--steps", "--tp"},
     "doctor": {"--format"},
     "explain": {"NAME", "--format"},
-    "report": {"DIRECTORY", "--format"},
+    "report": {"DIRECTORY", "--format", "--html", "--output"},
     "rules": {"--format"},
     "run": {"COMMAND", "--config", "--out"},
+    "watch": {"DIRECTORY", "--interval"},
 }
 
 CONFIG_KEYS = {

@@ -48,4 +48,4 @@ def test_a_skip_elsewhere_says_what_is_missing(tmp_path: Path) -> None:
     """On a user's machine the summary names the missing need, and the run passes."""
     code, output = run_pytest(tmp_path, SKIPPING_TESTS["marked need"], no_skips="0")
     assert code == 0, output
-    assert "needs chromium (package chromium)" in output
+    assert "needs chromium (packages chromium and chromium-driver)" in output

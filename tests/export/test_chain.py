@@ -13,6 +13,7 @@ import yaml
 
 from tests.export._servers import Stack, stack, wait_until
 from tpwatch.lab.launch import Job, pools, workers
+from tpwatch.report.events import read_events
 
 pytestmark = [pytest.mark.prom, pytest.mark.megatron, pytest.mark.timeout(120)]
 
@@ -81,9 +82,12 @@ def test_every_rule_evaluates(chain: Chain) -> None:
 
 
 def test_exemplars_lead_to_the_parameter(chain: Chain) -> None:
-    """Prometheus stored step and parameter beside the count of findings."""
+    """Prometheus stored step and parameter of a finding beside the count; the event file has the whole of it."""
     series = chain.stack.exemplars('tpwatch_findings_total{run="faulty"}')
-    labels = [exemplar["labels"] for found in series for exemplar in found["exemplars"]]
-    assert labels
-    assert {label["step"] for label in labels} == {"1"}
-    assert all("per_layer_embedding" in label["parameter"] for label in labels)
+    stored = [exemplar["labels"] for found in series for exemplar in found["exemplars"]]
+    findings = [event["finding"] for _, event in read_events(chain.out / "faulty").of("finding")]
+    assert stored
+    assert all(
+        any((label["step"], label["parameter"]) == (str(f["first_step"]), f["parameter"]) for f in findings)
+        for label in stored
+    )

@@ -18,8 +18,10 @@ Only translates. Discovery of parameters is in `megatron_params`.
 from __future__ import annotations
 
 import importlib
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +37,9 @@ from tpwatch.parts import Look, Scope
 from tpwatch.watch import Watch
 
 FINALIZER = "_allreduce_non_tensor_model_parallel_grads"
+
+_ABSENT = object()
+"""Stands for an attribute that is not there: a `main_grad` may be None."""
 
 
 class Megatron:
@@ -75,37 +80,61 @@ class Megatron:
 ADAPTER = Megatron
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A look, and what it was made from: compared, the next one is had at a fraction of the cost."""
+
+    scope: Scope
+    gradients: Sequence[object]
+    trainable: Sequence[bool]
+    look: Look
+
+    def holds(self, scope: Scope, gradients: Sequence[object], trainable: Sequence[bool]) -> bool:
+        """True if everything is still the same object."""
+        same = scope == self.scope and trainable == self.trainable
+        return same and all(map(operator.is_, gradients, self.gradients))
+
+
 class MegatronSource:
     """Hands out values and the gradients that the finalizer reads, in plan order."""
 
     def __init__(self, found: Sequence[Parameter]) -> None:
         """`found` are the parameters of the plan."""
         self._found = found
-        self._values = [p.tensor.detach() for p in found]
+        self._tensors = [p.tensor for p in found]
+        self._values = [t.detach() for t in self._tensors]
+        self._places = _addresses(self._tensors)
         self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._kept: _Kept | None = None
 
     def values(self) -> Sequence[torch.Tensor]:
         """Parameter values.
 
         Re-read where a parameter's storage was swapped (`param.data = ...`).
         """
-        for i, parameter in enumerate(self._found):
-            if self._values[i].data_ptr() != parameter.tensor.data_ptr():
-                self._values[i] = parameter.tensor.detach()
+        places = _addresses(self._tensors)
+        if places != self._places:
+            for i, tensor in enumerate(self._tensors):
+                if places[i] != self._places[i]:
+                    self._values[i] = tensor.detach()
+            self._places = places
         return self._values
 
     def look(self, scope: Scope) -> Look:
         """Gradients as the finalizer sees them.
 
-        Trainable, and the attribute it reads is not None.
+        Trainable, and the attribute it reads is not None. The look is kept as long as DDP's buffers
+        are; a plain `.grad` comes and goes with every step, and must be free to.
         """
-        gradients: list[torch.Tensor | None] = []
-        present: list[float] = []
-        for i, parameter in enumerate(self._found):
-            gradient, mark = self._gradient(i, parameter, scope)
-            gradients.append(gradient)
-            present.append(mark)
-        return Look(gradients, present)
+        gradients = [getattr(t, "main_grad", _ABSENT) for t in self._tensors]
+        trainable = [t.requires_grad for t in self._tensors]
+        if self._kept is not None and self._kept.holds(scope, gradients, trainable):
+            return self._kept.look
+        marked = [self._gradient(i, parameter, scope) for i, parameter in enumerate(self._found)]
+        look = Look([gradient for gradient, _ in marked], [mark for _, mark in marked])
+        lasting = not any(gradient is _ABSENT for gradient in gradients)
+        self._kept = _Kept(scope, gradients, trainable, look) if lasting else None
+        return look
 
     def _gradient(self, i: int, parameter: Parameter, scope: Scope) -> tuple[torch.Tensor | None, float]:
         candidate = parameter.candidate
@@ -129,6 +158,10 @@ class MegatronSource:
             kept = (gradient, gradient.view(-1)[start:stop])
             self._slices[i] = kept
         return kept[1]
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 class MegatronSeams:

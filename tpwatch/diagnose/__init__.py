@@ -79,6 +79,7 @@ class Diagnosis:
         self.loss_scaler = loss_scaler
         self._histories: dict[int, list[History]] = {}
         self.checks = 0
+        self._skipped = 0
         self._roots: dict[int, Finding] = {}
         self._onset: dict[int, int] = {}
         self._written: dict[int, tuple[int, float]] = {}
@@ -98,6 +99,7 @@ class Diagnosis:
         self.checks += 1
         histories = self._of_call(at.call)
         if self._scaler_will_skip(rows, histories):
+            self._skipped += 1
             return Outcome(skipped=True)
         cases = [self._remember(at, seen, histories[seen.index], evidence.get(seen.index)) for seen in rows]
         worse: list[Finding] = []
@@ -133,16 +135,16 @@ class Diagnosis:
         pattern = compare.pattern(seen, len(self.plan.ranks))
         if not seen.param.same and history.values_differ_at is None:
             history.values_differ_at = at.update
-            history.born_different = self.checks == 1 and (at.pristine or pattern != "different/kept")
-            if self.checks == 1 and not history.born_different:
+            first = self.checks == 1 + self._skipped
+            pristine = at.pristine or self._skipped > 0  # a skipped step has updated nothing
+            history.born_different = first and (pristine or pattern != "different/kept")
+            if first and not history.born_different:
                 history.diverged_at = at.step
         hurt = any(p.nonfinite_hi for p in (seen.param, seen.pre, seen.post))
         history.nonfinite_streak = history.nonfinite_streak + 1 if hurt else 0
         idle = pattern in compare.IDLE
         suspicion = judges.suspicion(pattern, seen, history)
-        if pattern == "uneven" and history.last is seen:
-            pass  # already taken in by `presence`, before the reduction
-        elif not idle or suspicion == "written":
+        if not idle or suspicion == "written":
             history.advance(suspicion, at.step, self.checks, seen)
         else:
             history.last = seen
@@ -155,7 +157,7 @@ class Diagnosis:
     def _mark(self, seen: RowObservation, history: History, step: int) -> None:
         if not seen.post.same and history.diverged_at is None and seen.present_lo:
             history.diverged_at = step
-        if seen.pre.same and seen.param.same and history.copies_at is None:
+        if seen.pre.same and seen.param.same and not seen.pre.nonfinite_hi and history.copies_at is None:
             history.copies_at = self.checks
 
     def _case(self, seen: RowObservation, history: History) -> Case:
@@ -172,15 +174,14 @@ class Diagnosis:
         )
 
     def _scaler_will_skip(self, rows: Sequence[RowObservation], histories: Sequence[History]) -> bool:
-        """A found-inf step: no verdict, patience unbroken.
-
-        Only non-finite gradients of every rank count as one.
-        """
+        """A found-inf step: no verdict, patience unbroken, until more follow each other than a scaler explains."""
         if not self.loss_scaler:
             return False
         hurt = [r for r in rows if r.in_scope and r.post.nonfinite_hi > 0]
         streaks = [histories[r.index].nonfinite_streak for r in hurt]
-        if not hurt or any(r.post.nonfinite_lo == 0 for r in hurt) or max(streaks) >= judges.SCALER_PATIENCE:
+        if not hurt or max(streaks) >= judges.SCALER_PATIENCE:
+            return False
+        if any(judges.lopsided(self.plan.replicas[r.index], r) for r in hurt):
             return False
         for row in hurt:
             histories[row.index].nonfinite_streak += 1

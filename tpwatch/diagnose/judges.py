@@ -129,11 +129,18 @@ def nonfinite(case: Case) -> Verdict | None:
     hit = next((name for name, p in points.items() if p.nonfinite_hi > 0), None)
     if hit is None:
         return None
-    lopsided = case.seen.post.nonfinite_lo == 0 < case.seen.post.nonfinite_hi
-    if case.loss_scaler and not lopsided and case.history.nonfinite_streak < SCALER_PATIENCE:
+    if case.loss_scaler and not lopsided(case.spec, case.seen) and case.history.nonfinite_streak < SCALER_PATIENCE:
         return None
     observed = "non-finite on some ranks" if points[hit].nonfinite_lo == 0 else "non-finite on all ranks"
     return Verdict("nonfinite", hit, observed, "finite", "error", EXACT, case.config.patience)
+
+
+def lopsided(spec: ReplicaSpec, seen: RowObservation) -> bool:
+    """True if a gradient that is reduced over the group is non-finite on some of its ranks only.
+
+    One that nothing reduces may well be: each rank has its own part of it, and the scaler skips the step on all.
+    """
+    return spec.rule != "none" and seen.post.nonfinite_lo == 0 < seen.post.nonfinite_hi
 
 
 def double_reduce(case: Case) -> Verdict | None:

@@ -114,7 +114,6 @@ class NativeFingerprinter:
         self._keys = pack_tables(make_tables(device))
         self._plans: Plans[_Plan] = Plans()
 
-    @torch.no_grad()
     def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`."""
         plan = self._plans.get(out, extents(tensors), lambda: _make_plan(tensors))

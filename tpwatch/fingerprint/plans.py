@@ -88,10 +88,8 @@ class Staging:
             tensors: as given to the constructor, or others with the same extents.
             found: their `addresses`.
         """
-        for index, buffer in self._buffers:
-            source = tensors[index]
-            if source is not None:
-                buffer.copy_(source)
+        if self._buffers:
+            self._copy(tensors)
         if found == self._seen:
             return None
         self._seen = found
@@ -99,6 +97,14 @@ class Staging:
         for index, buffer in self._buffers:
             places[index] = buffer.data_ptr()
         return places
+
+    @torch.no_grad()
+    def _copy(self, tensors: Tensors) -> None:
+        """Copy what must be copied; autograd must not see it."""
+        for index, buffer in self._buffers:
+            source = tensors[index]
+            if source is not None:
+                buffer.copy_(source)
 
 
 class Plans(Generic[_Plan]):

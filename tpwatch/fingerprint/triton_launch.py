@@ -119,7 +119,6 @@ class TritonFingerprinter:
         self._fold_words = self._tables.fold_words(0, 0)
         self._plans: Plans[_Plan] = Plans()
 
-    @torch.no_grad()
     def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`. Does not wait for the device."""
         if not tensors:

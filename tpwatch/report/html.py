@@ -78,7 +78,12 @@ def _body(shown: RunView, script: Html) -> Html:
         "body",
         HATCH,
         el("a", "Skip to the verdict", href="#main", class_="skip"),
-        el("header", el("p", el("b", "tpwatch"), el("code", shown.title)), el("nav", links, aria_label="Contents"), class_="top"),
+        el(
+            "header",
+            el("p", el("b", "tpwatch"), el("code", shown.title)),
+            el("nav", links, aria_label="Contents"),
+            class_="top",
+        ),
         el(
             "main",
             verdict(shown),
@@ -149,7 +154,9 @@ def _controls(shown: RunView) -> Html:
         )
         for value, heading, n in choices
     ]
-    field = el("input", type="search", id="filter", placeholder="name, kind or code", autocomplete="off", spellcheck="false")
+    field = el(
+        "input", type="search", id="filter", placeholder="name, kind or code", autocomplete="off", spellcheck="false"
+    )
     keys = el("span", "press ", el("kbd", "/"), " to filter, ", el("kbd", "Esc"), " to clear", class_="keys muted")
     return el(
         "div",

@@ -14,6 +14,8 @@ from tpwatch.report.html_data import RunView
 from tpwatch.report.markup import Html, el
 from tpwatch.report.table import number
 
+TIMES = "\N{MULTIPLICATION SIGN}"
+
 BARS_SHOWN = 16
 """Ranks whose norms are drawn; the rest is counted."""
 
@@ -45,7 +47,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > len("ab") else ", ".join(map(str, r)) for r in runs)
 
 
 def equal_copies(finding: Finding) -> bool:
@@ -63,7 +65,9 @@ def count(number_of: int, noun: str) -> str:
 
 def _exhibit(title: str, picture: Html, caption: str, *, small: bool = False) -> Html:
     """A picture under its title; two small ones stand side by side."""
-    return el("figure", el("figcaption", el("b", title), el("span", caption)), picture, class_="small" if small else None)
+    return el(
+        "figure", el("figcaption", el("b", title), el("span", caption)), picture, class_="small" if small else None
+    )
 
 
 def _norms(finding: Finding, view: RunView) -> Iterator[Html]:
@@ -79,7 +83,7 @@ def _norms(finding: Finding, view: RunView) -> Iterator[Html]:
             (Bar("before", 1.0), Bar("after", finding.ratio, strong=True)),
             f"Gradient norm after the reduction, relative to before: {number(finding.ratio)}",
         )
-        yield _exhibit(f"Gradient norm × {number(finding.ratio)}", picture, "after / before the reduction")
+        yield _exhibit(f"Gradient norm {TIMES} {number(finding.ratio)}", picture, "after / before the reduction")
 
 
 def _by_group(finding: Finding, view: RunView) -> list[tuple[str, Mapping[str, Any]]]:

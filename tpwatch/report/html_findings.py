@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from tpwatch.diagnose.rules import BY_KIND
 from tpwatch.records import SEVERITIES, Finding
 from tpwatch.report.html_data import RunView
-from tpwatch.report.html_evidence import certainty, count, equal_copies, evidence, ranks_text
+from tpwatch.report.html_evidence import TIMES, certainty, count, equal_copies, evidence, ranks_text
 from tpwatch.report.markup import Child, Html, dotted, el
 from tpwatch.report.table import number
 
@@ -130,7 +130,7 @@ def _brief(finding: Finding) -> str:
     since = f"{finding.severity}, since step {finding.first_step}"
     if finding.max_abs > 0.0:
         return f"{since}, max abs {number(finding.max_abs)}"
-    return since if finding.ratio is None else f"{since}, × {number(finding.ratio)}"
+    return since if finding.ratio is None else f"{since}, {TIMES} {number(finding.ratio)}"
 
 
 def _consequences(alike: Sequence[Finding], view: RunView) -> Child:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 
 from tpwatch.records import Finding
 from tpwatch.report.charts import Series, Stretch, heat_map, lines
@@ -98,16 +99,26 @@ def timeline_section(view: RunView) -> Child:
         Series("max rel", [(s.step, s.max_rel) for s in steps], "dashed"),
     ]
     size_chart = lines(sizes, _worst_of(steps), log=True)
-    none = el("p", "No difference was measured.", class_="muted")
+    measured = _panel("Largest difference measured (log scale)", size_chart) if size_chart else _ratio_panel(view)
     charts = el(
-        "div",
-        _panel("Replicas that are not bit-identical", lines(counts, _most_of(steps))),
-        _panel("Largest difference measured (log scale)", size_chart or none),
-        class_="panels",
+        "div", _panel("Replicas that are not bit-identical", lines(counts, _most_of(steps))), measured, class_="panels"
     )
     readout = el("p", class_="readout muted", aria_live="polite")
     area = el("div", charts, readout, class_="timeline", tabindex="0", role="group", aria_label="Timeline by step")
     return el("section", el("h2", "Timeline"), _agreement(view), area, _numbers(view.steps), id="timeline")
+
+
+def _ratio_panel(view: RunView) -> Html:
+    """What stands for the differences where none was measured: ratios of norms, if there are any."""
+    ratios: dict[int, float] = {}
+    for seen in chain.from_iterable(view.sightings.values()):
+        if seen.ratio is not None:
+            ratios[seen.step] = max(seen.ratio, ratios.get(seen.step, 0.0))
+    if not ratios:
+        return _panel("Largest difference measured", el("p", "No difference was measured.", class_="muted"))
+    label = f"Largest ratio of gradient norms in findings: at most {number(max(ratios.values()))}"
+    chart = lines([Series("ratio", sorted(ratios.items()))], label)
+    return _panel("Largest gradient norm after / before, in findings", chart)
 
 
 def timeline_data(view: RunView) -> list[tuple[int, int, int, float, float]]:
@@ -157,7 +168,8 @@ def _numbers(steps: Sequence[StepRow]) -> Html:
     left_out = f", {len(steps) - len(shown):,} in the middle left out" if len(shown) < len(steps) else ""
     points = ("param", "grad_pre", "grad_post")
     rows = [
-        (str(s.step), *(str(s.differing.get(p, 0)) for p in points), number(s.max_abs), number(s.max_rel)) for s in shown
+        (str(s.step), *(str(s.differing.get(p, 0)) for p in points), number(s.max_abs), number(s.max_rel))
+        for s in shown
     ]
     heads = ("step", "values differ", "gradients before", "gradients after", "max abs", "max rel")
     note = "Partial gradients differ before the reduction by design."
@@ -184,8 +196,10 @@ def heat_section(view: RunView) -> Child:
     steps = (min(f.first_step for f in found), max(f.last_step for f in found))
     kinds = dict.fromkeys(f.kind for f in found)
     panels = [_heat_panel(kind, [f for f in found if f.kind == kind], layers, watched, steps) for kind in kinds]
-    note = "Rows are layers; the darker, the more of a layer's watched parameters. Consequences are hatched."
-    return el("section", el("h2", "Where and when"), el("p", note, class_="muted"), el("div", panels, class_="maps"), id="map")
+    note = "Rows are layers; the darker, the more of a layer's watched parameters. Consequences and what is only for information are striped."
+    return el(
+        "section", el("h2", "Where and when"), el("p", note, class_="muted"), el("div", panels, class_="maps"), id="map"
+    )
 
 
 def _layer_order(layer: str) -> tuple[bool, list[tuple[int, int, str]]]:
@@ -196,14 +210,16 @@ def _layer_order(layer: str) -> tuple[bool, list[tuple[int, int, str]]]:
 def _heat_panel(
     kind: str, found: Sequence[Finding], layers: Sequence[str], watched: Mapping[str, int], steps: tuple[int, int]
 ) -> Html:
+    by_layer: dict[str, list[Finding]] = {}
+    for finding in found:
+        by_layer.setdefault(layer_of(finding.parameter), []).append(finding)
     stretches = [
         stretch
         for row, layer in enumerate(layers)
-        for role in ("consequence", "cause")
-        for stretch in _stretches(row, layer, [f for f in found if f.role == role and layer_of(f.parameter) == layer], watched)
+        for counts in (False, True)
+        for stretch in _stretches(row, layer, [f for f in by_layer.get(layer, ()) if f.counts == counts], watched)
     ]
-    hit = {layer_of(f.parameter) for f in found}
-    text = f"{count(len(found), 'parameter')} in {len(hit):,} of {count(len(layers), 'layer')}"
+    text = f"{count(len(found), 'parameter')} in {len(by_layer):,} of {count(len(layers), 'layer')}"
     chart = heat_map(layers, stretches, steps, f"{kind} over layers and steps: {text}")
     return el("figure", el("figcaption", el("b", kind), el("span", text)), chart)
 
@@ -216,7 +232,7 @@ def _stretches(row: int, layer: str, found: Sequence[Finding], watched: Mapping[
         here = sum(f.first_step <= first <= f.last_step for f in found)
         if here:
             title = f"{layer}, steps {first} to {after - 1}: {here} of {total} parameters"
-            yield Stretch(row, first, after - 1, here / total, title, faint=found[0].role == "consequence")
+            yield Stretch(row, first, after - 1, here / total, title, faint=not found[0].counts)
 
 
 # ----------------------------------------------------------------------------- what is not claimed
@@ -264,7 +280,7 @@ def overhead_section(view: RunView) -> Child:
         ("Mean check", f"{1e3 * cost['check_seconds_mean']:.2f} ms"),
         ("Share of the checked steps", f"{100 * cost['step_fraction']:.2f} %"),
         ("Collectives a check", number(cost["collectives_per_check"])),
-        ("More for drill-down", number(cost["deep_collectives_per_check"])),
+        ("Collectives for drill-down", number(cost["deep_collectives_per_check"])),
     )
     seconds = view.check_seconds
     size = -(-len(seconds) // POINTS_DRAWN) or 1
@@ -285,9 +301,16 @@ def settings_section(view: RunView) -> Html:
     """How it was watched: what differs from the defaults first."""
     ordered = sorted(view.settings, key=lambda setting: not setting.changed)
     rows = [
-        el("tr", el("th", el("code", s.key), scope="row"), el("td", s.value), el("td", "set" if s.changed else "default"))
+        el(
+            "tr",
+            el("th", el("code", s.key), scope="row"),
+            el("td", s.value),
+            el("td", "set" if s.changed else "default"),
+        )
         for s in ordered
     ]
     facts = [join(el("dt", name), el("dd", value)) for name, value in view.facts]
     table = el("details", el("summary", f"All {len(rows)} settings"), el("table", el("tbody", rows), class_="settings"))
-    return el("section", el("h2", "Configuration"), el("dl", facts, class_="facts"), table if rows else "", id="settings")
+    return el(
+        "section", el("h2", "Configuration"), el("dl", facts, class_="facts"), table if rows else "", id="settings"
+    )

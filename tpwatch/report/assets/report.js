@@ -4,7 +4,7 @@
 "use strict";
 
 const data = (id) => JSON.parse(document.getElementById(id).textContent);
-const COLUMN = { status: 0, name: 1, kind: 2, since: 3, checks: 4, ratio: 5, evidence: 9, code: 10, reason: 11 };
+const COLUMN = { status: 0, name: 1, kind: 2, since: 3, checks: 4, confidence: 8, evidence: 9, code: 10, reason: 11 };
 const CELLS = 9;
 const PAGE = 100;
 const LABELS = ["Status", "Parameter", "Kind", "Since", "Checks", "Ratio", "Max abs", "Max rel", "Confidence"];
@@ -85,7 +85,7 @@ function parameters() {
       td.dataset.label = LABELS[column];
       if (column === COLUMN.name) fillName(td, tr, row);
       else if (column === COLUMN.status) td.append(make("span", row[column], "status"));
-      else td.textContent = short(row[column]);
+      else td.textContent = column === COLUMN.confidence ? row[column].toFixed(2) : short(row[column]);
       if (column > COLUMN.kind) td.classList.add("n");
       if (!found && column === COLUMN.name) td.colSpan = CELLS - COLUMN.name;
       tr.append(td);
@@ -229,7 +229,8 @@ function timeline() {
 function printing() {
   let opened = [];
   window.addEventListener("beforeprint", () => {
-    opened = [...document.querySelectorAll("details:not([open])")];
+    // Lists of names only: evidence is printed if it was opened, or it would fill pages.
+    opened = [...document.querySelectorAll("details:not([open])")].filter((one) => one.querySelector(".names"));
     opened.forEach((one) => (one.open = true));
   });
   window.addEventListener("afterprint", () => opened.forEach((one) => (one.open = false)));
