@@ -134,9 +134,9 @@ class Diagnosis:
     def _remember(self, at: When, seen: RowObservation, history: History, evidence: Evidence | None) -> Case:
         pattern = compare.pattern(seen, len(self.plan.ranks))
         if not seen.param.same and history.values_differ_at is None:
-            history.values_differ_at = at.update
             first = self.checks == 1 + self._skipped
             pristine = at.pristine or self._skipped > 0  # a skipped step has updated nothing
+            history.values_differ_at = at.update - self._skipped if first else at.update
             history.born_different = first and (pristine or pattern != "different/kept")
             if first and not history.born_different:
                 history.diverged_at = at.step
