@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import importlib
 import multiprocessing
 import os
 import socket
@@ -15,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -65,6 +67,7 @@ class Record(Report):
         self._rank = rank
         if rank == 0:
             super().__init__(benchmark, note, **({"path": Path(os.devnull)} if tiny else {}))
+            print(note)
             self._date = date or self._date
 
     def case(self, name: str, subjects: Sequence[Subject], rounds: int = 11, calls: int = 1) -> dict[str, Result]:
@@ -74,8 +77,8 @@ class Record(Report):
         measure(subjects, rounds, calls)
         return {}
 
-    def add(self, name: str, times: Mapping[str, list[float]], moved: Mapping[str, int], note: str = "") -> None:
-        """Write a case that was timed elsewhere, or modelled; the first subject is the baseline."""
+    def add(self, name: str, times: Mapping[str, list[float]], moved: Mapping[str, int]) -> None:
+        """Write, on rank 0, a case that was timed elsewhere or modelled; the first subject is the baseline."""
         if self._rank != 0:
             return
         reference = statistics.median(next(iter(times.values())))
@@ -90,17 +93,24 @@ class Record(Report):
                 rounds=len(seconds),
                 moved=moved.get(subject, 0),
                 ratio=reference / statistics.median(seconds),
-                note=" ".join(filter(None, (self._note, note))),
+                note=self._note,
                 machine=self._machine,
                 versions=self._versions,
             )
             for subject, seconds in times.items()
         ]
-        print(f"\n## {name}\n{table(results)}\n{note}", flush=True)
+        print(f"\n## {name}\n{table(results)}", flush=True)
         append(results, self._path)
 
 
 # --- ranks -------------------------------------------------------------------------------------
+
+
+def import_megatron() -> None:
+    """Import the adapter and with it Megatron-core, before the fork; without remarks on packages it does without."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("tpwatch.adapters.megatron")
 
 
 def launch(world: int, work: Callable[..., Any], *args: Any, timeout: float = 3600.0) -> Any:  # noqa: ANN401

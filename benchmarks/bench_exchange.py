@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from _harness import Subject
-from _ranks import POINTS, Record, Replicas, checks, finish_together, launch, now, smoke
+from _ranks import POINTS, Record, Replicas, checks, finish_together, import_megatron, launch, now, smoke
 
 SIZES = {"3,000 x 4 KiB": (3000, 1024), "64 MiB": (1, 16 << 20)}
 TINY = {"20 x 4 KiB": (20, 1024)}
@@ -90,9 +90,8 @@ def compare(rank: int, world: int, rounds: int, date: str, tiny: bool) -> None: 
 
 def main() -> None:
     """Run at 2 and at 4 ranks; slow subjects make few rounds."""
-    import tpwatch.adapters.megatron  # noqa: F401 - before the fork, so that ranks share it
-
     tiny, date = smoke(__doc__), now()
+    import_megatron()
     for world, rounds in ((2, 1),) if tiny else ((2, 5), (4, 3)):
         launch(world, compare, world, rounds, date, tiny)
 

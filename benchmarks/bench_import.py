@@ -74,7 +74,7 @@ def main() -> None:
             moved.update({name: int(size) for name, size in told["bytes"].items()})
     optional = ", ".join(sorted(brought & set(OPTIONAL))) or "none"
     note = f"Fresh interpreters, start of Python not included. Optional packages that tpwatch imported: {optional}."
-    Record("import", note, tiny=tiny).add("seconds to import", times, moved, note if tiny else "")
+    Record("import", note, tiny=tiny).add("seconds to import", times, moved)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import Subject
-from _ranks import Checks, Record, Replicas, checks, finish_together, launch, now, payload, smoke
+from _harness import Subject, measure
+from _ranks import Checks, Record, Replicas, checks, finish_together, import_megatron, launch, now, payload, smoke
 
 from tpwatch.handshake import _POLL_LONGEST as LONGEST_POLL
 from tpwatch.handshake import Meeting, default_store
@@ -49,6 +49,7 @@ COUNTS = (100, 300, 1000, 3000, 10000)
 GROUPS = (2, 3, 4, 6, 8)
 WORLDS = (8, 100, 1000, 10000)
 STORE_RANKS = (8, 32, 128, 256)
+ASKING, QUESTIONS = 4, 1000
 LINKS = {"NVLink": (5e-6, 200e9), "InfiniBand 400 Gb/s": (10e-6, 40e9)}
 """Assumed latency of one message in seconds, and bandwidth per rank in bytes a second."""
 
@@ -99,28 +100,27 @@ def group(rank: int, world: int, date: str, tiny: bool) -> None:  # noqa: FBT001
 def collectives(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001
     """Fit the model to this machine's all-reduces, and apply it elsewhere."""
     count = 20 if tiny else 3000
-    note = f"{count:,} parameters: {payload(count):,} bytes a side."
-    report = Record("scale_collectives", note, rank=rank, date=date, tiny=tiny)
     subjects = []
     for size in (8, payload(count), 16 * payload(count)):
         buffer = torch.zeros(size // 8, dtype=torch.float64)
         call = lambda buffer=buffer: dist.all_reduce(buffer, op=dist.ReduceOp.MAX)  # noqa: E731
         subjects.append(Subject(f"{size:,} bytes", call, size))
-    results = report.case("measured: one all-reduce, 2 ranks over loopback", subjects, rounds=1 if tiny else 51)
-    if not results:
-        return
-    small, *_, large = (result.median for result in results.values())
+    times = measure(subjects, rounds=1 if tiny else 51)
+    small, *_, large = map(statistics.median, times.values())
     alpha, bandwidth = small / 2, subjects[-1].moved / max(large - small, 1e-9)
     fitted = f"Fitted to loopback: latency {alpha * 1e6:.0f} us, {bandwidth / 1e9:.2f} GB/s."
     assumed = "; ".join(f"{name}: {a * 1e6:.0f} us, {b / 1e9:.0f} GB/s" for name, (a, b) in LINKS.items())
     links = {"loopback": (alpha, bandwidth), **LINKS}
+    note = f"{count:,} parameters: {payload(count):,} bytes a side. {fitted} Assumed: {assumed}."
+    report = Record("scale_collectives", note, rank=rank, date=date, tiny=tiny)
+    report.add("measured: one all-reduce, 2 ranks over loopback", times, {s.name: s.moved for s in subjects})
     times = {
         f"{name}, a group of {ranks:,}": [2 * allreduce(ranks, payload(count), *link)]
         for name, link in links.items()
         for ranks in (2, 8, 64, 10000)
     }
     sent = dict.fromkeys(times, 2 * payload(count))
-    report.add("modelled: both all-reduces of a check", times, sent, f"{fitted} Assumed: {assumed}.")
+    report.add("modelled: both all-reduces of a check", times, sent)
 
 
 def local_work(date: str, tiny: bool) -> None:  # noqa: FBT001
@@ -137,20 +137,15 @@ def local_work(date: str, tiny: bool) -> None:  # noqa: FBT001
     report.case("a check on one rank of a group of", subjects, rounds=1 if tiny else 21)
 
 
-def requests(rank: int, date: str, tiny: bool) -> float:  # noqa: FBT001
-    """Requests a second that a store answers to processes that all ask at once."""
-    store, each = default_store(), 50 if tiny else 1000
-    world = dist.get_world_size()
-    report = Record("scale_attach", "", rank=rank, date=date, tiny=tiny)
+def requests(_rank: int, each: int, rounds: int) -> list[float]:
+    """Seconds that the job's store takes to answer every rank's `each` questions, all of them at once."""
+    store = default_store()
 
     def ask() -> None:
         for _ in range(each):
             store.check(["tpwatch/nothing"])
 
-    name = f"{world * each:,} requests"
-    subjects = [Subject(name, finish_together(ask))]
-    results = report.case(f"measured: one store, {world} processes that ask", subjects, rounds=1 if tiny else 7)
-    return world * each / results[name].median if results else 0.0
+    return measure([Subject("ask", finish_together(ask))], rounds)["ask"]
 
 
 class Job:
@@ -182,20 +177,20 @@ class Job:
                 meeting.payloads()
 
 
-def attach(date: str, rate: float, tiny: bool) -> None:  # noqa: FBT001
-    """Attach of a whole job, measured and continued; `rate`: requests a second that a store answers."""
-    report = Record("scale_attach", "Ranks are threads: an upper bound.", date=date, tiny=tiny)
+def attach(date: str, asked: list[float], tiny: bool) -> None:  # noqa: FBT001
+    """Attach of a whole job, measured and continued; `asked`: seconds that a store took for `requests`."""
     jobs = {size: Job(size) for size in ((2, 4) if tiny else STORE_RANKS)}
-    results = report.case(
-        "measured: the meetings at attach",
-        [Subject(f"{size} ranks", job) for size, job in jobs.items()],
-        rounds=1 if tiny else 5,
-    )
-    points = [(size, result.median) for size, result in zip(jobs, results.values(), strict=True)]
-    slope, start = line(points)
-    times = {f"{ranks:,} ranks": [max(start, 0.0) + slope * ranks] for ranks in (1000, 10000)}
+    times = measure([Subject(f"{size} ranks", job) for size, job in jobs.items()], rounds=1 if tiny else 5)
+    medians = map(statistics.median, times.values())
+    slope, start = line(list(zip(jobs, medians, strict=True)))
+    rate = ASKING * QUESTIONS / statistics.median(asked)
     polls = f"10,000 waiting ranks ask {10000 / LONGEST_POLL:,.0f} times a second, where a store answered {rate:,.0f}."
-    report.add("modelled: the same", times, {}, f"{slope * 1e6:.0f} us a rank. {polls}")
+    note = f"Ranks are threads: an upper bound. {slope * 1e6:.0f} us a rank. {polls}"
+    report = Record("scale_attach", note, date=date, tiny=tiny)
+    report.add("measured: the meetings at attach", times, {})
+    model = {f"{ranks:,} ranks": [max(start, 0.0) + slope * ranks] for ranks in (1000, 10000)}
+    report.add("modelled: the meetings at attach", model, {})
+    report.add("measured: the store", {f"{ASKING * QUESTIONS:,} questions, {ASKING} processes": asked}, {})
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -255,7 +250,7 @@ def say_memory(date: str, tiny: bool) -> None:  # noqa: FBT001
         notes.append(in_words(count, runs, traced))
         times[f"{count:,} parameters"] = [run["seconds"] for run in runs]
     report = Record("scale_memory", " ".join(notes), date=date, tiny=tiny)
-    report.add("building a monitor", times, {}, " ".join(notes) if tiny else "")
+    report.add("building a monitor", times, {})
 
 
 def in_words(count: int, runs: Sequence[Mapping[str, Any]], traced: Mapping[str, Any]) -> str:
@@ -271,17 +266,16 @@ def in_words(count: int, runs: Sequence[Mapping[str, Any]], traced: Mapping[str,
 
 def main() -> None:
     """Each part in processes of its own."""
-    import tpwatch.adapters.megatron  # noqa: F401 - before the fork, so that ranks share it
-
     tiny, date = smoke(__doc__), now()
+    import_megatron()
     launch(2, parameters, date, tiny)
     for world in (2,) if tiny else GROUPS:
         launch(world, group, world, date, tiny)
     launch(2, collectives, date, tiny)
     say_memory(date, tiny)
-    rate = launch(2 if tiny else 4, requests, date, tiny)
+    asked = launch(ASKING, requests, QUESTIONS, 1 if tiny else 7)
     local_work(date, tiny)
-    attach(date, rate, tiny)
+    attach(date, asked, tiny)
 
 
 if __name__ == "__main__":

@@ -145,9 +145,9 @@ def steps(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001
     """Both models, in one set of processes."""
     logging.getLogger("tpwatch").setLevel(logging.ERROR)
     rounds, calls, warm = (1, 2, 1) if tiny else (6, TIMED, WARM)
+    cases, notes = {}, []
     with scratch() as folder:
         for name, edit in MODELS.items():
-            report = Record("step_overhead", "", rank=rank, date=date, tiny=tiny)
             training = Training(TINY if tiny else SECOND, edit, Path(folder) / name, warm)
             subjects = [Subject(mode, partial(training.train, mode)) for mode in MODES]
             times = measure(subjects, rounds, calls)
@@ -156,24 +156,27 @@ def steps(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001
             moved = POINTS * watched + 2 * payload(count)
             share = f"{watched / everything:.1%} of {everything / 1e6:.1f} MB a rank"
             checked = dict.fromkeys(list(MODES)[1:], moved)
-            report.add(f"{name}: {count} replicated, {share}", times, checked, in_words(times, training.spent))
+            cases[f"{name}: {count} replicated, {share}"] = times, checked
+            notes.append(f"{name}: {in_words(times, training.spent, calls)}")
             training.run.close()
+    report = Record("step_overhead", " ".join(["TP2.", *notes]), rank=rank, date=date, tiny=tiny)
+    for case, (times, checked) in cases.items():
+        report.add(case, times, checked)
 
 
-def in_words(times: Mapping[str, list[float]], spent: Mapping[str, list[float]]) -> str:
-    """What the times say, in words: the note of the case."""
+def in_words(times: Mapping[str, list[float]], spent: Mapping[str, list[float]], steps_a_round: int) -> str:
+    """What the times say: cost of each mode, and the noise."""
     off = times["off"]
     parts = []
     for mode in list(times)[1:]:
         pairs = sorted(watched / unwatched - 1.0 for watched, unwatched in zip(times[mode], off, strict=True))
-        inside = statistics.median(spent[mode]) if spent[mode] else 0.0
-        share = sum(spent[mode]) / (sum(times[mode]) * TIMED) if spent[mode] else 0.0
+        inside, share = statistics.median(spent[mode]), sum(spent[mode]) / (sum(times[mode]) * steps_a_round)
         parts.append(
-            f"{mode}: step time {statistics.median(pairs):+.2%} against off, {pairs[0]:+.2%} to {pairs[-1]:+.2%} over"
-            f" {len(pairs)} rounds; inside tpwatch {inside * 1e3:.2f} ms a checked step, {share:.3%} of all steps."
+            f"{mode} {statistics.median(pairs):+.2%} of the step time (rounds {pairs[0]:+.2%} to {pairs[-1]:+.2%});"
+            f" inside tpwatch {inside * 1e3:.2f} ms a check, {share:.3%} of the time"
         )
     spread = (max(off) - min(off)) / statistics.median(off)
-    return f"TP2, one thread a rank. Steps of `off` spread over {spread:.2%}. " + " ".join(parts)
+    return f"{'; '.join(parts)}; off varies by {spread:.2%} over {len(off)} rounds."
 
 
 def host(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001

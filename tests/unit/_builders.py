@@ -152,7 +152,8 @@ def gathered(
         index=index, exact=exact,
         deviation_param=_deviation([_full(v) for v in picture.held]),
         deviation_pre=_deviation(before), deviation_post=_deviation(after),
-        residual_sum=_residual(after, summands, length), residual_avg=_residual(after, mean, length), tolerance=ROUNDING,
+        residual_sum=_residual(after, summands, length), residual_avg=_residual(after, mean, length),
+        tolerance=ROUNDING,
         norms_pre=tuple(math.sqrt(_square(v)) for v in before),
         norms_post=tuple(math.sqrt(_square(v)) for v in after),
         zero_ranks=tuple(r for r, v in zip(ranks, before, strict=True) if not any(v)),
@@ -182,9 +183,7 @@ def _point(vectors: Vectors) -> PointSpread:
     largest = [max(abs(x) for x in _full(v)) for v in vectors]
     nonfinite = [sum(not math.isfinite(x) for x in v or ()) for v in vectors]
     same = len({_bits(v) for v in vectors}) == 1
-    return PointSpread(
-        same, min(squares), max(squares), min(largest), max(largest), min(nonfinite), max(nonfinite)
-    )
+    return PointSpread(same, min(squares), max(squares), min(largest), max(largest), min(nonfinite), max(nonfinite))
 
 
 def _fit(before: Vector | None, after: Vector | None) -> tuple[float, float]:

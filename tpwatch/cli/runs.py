@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import tpwatch
 from tpwatch.cli.codes import CLEAN, FAULTS, NOTHING_CHECKED
 from tpwatch.cli.output import say, wants_color, warn
 from tpwatch.errors import ConfigError, RunDirectoryError
@@ -104,7 +105,7 @@ def _report(args: argparse.Namespace) -> int:
 
 def _write_html(run: RunEvents, path: Path) -> int:
     """Write the report so that a reader sees the old one or the new one, never half of it."""
-    text = render_html(run, run.directory)
+    text = render_html(run, run.directory, tpwatch.__version__)
     draft = path.with_name(f".{path.name}.draft")
     try:
         draft.write_text(text, encoding="utf-8")

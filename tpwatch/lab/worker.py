@@ -120,7 +120,7 @@ def _train(entry: catalog.Fault, args: argparse.Namespace, several: bool) -> Out
                 losses.append(run.step(step))
                 _say(f"{entry.name}: step {step} of {args.steps}, loss {losses[-1]:.4f}")
             if watch:
-                watch.check()
+                watch.finish()
         except ReplicaFault as fault:
             _say(f"{entry.name}: {fault}")
     return Outcome([loss.hex() for loss in losses], _hashes(run) if args.losses else [])

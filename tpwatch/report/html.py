@@ -11,13 +11,12 @@ import hashlib
 import math
 from importlib.resources import files
 
-import tpwatch
 from tpwatch.report.events import RunEvents
 from tpwatch.report.html_data import STATUSES, Parameter, RunView, view
 from tpwatch.report.html_evidence import evidence
 from tpwatch.report.html_findings import cards
+from tpwatch.report.html_map import heat_section
 from tpwatch.report.html_parts import (
-    heat_section,
     not_claimed,
     overhead_section,
     settings_section,
@@ -38,11 +37,11 @@ HATCH = Html(
 )
 
 
-def render_html(run: RunEvents, title: str) -> str:
-    """The report of a run as a whole document; `title` names the run."""
+def render_html(run: RunEvents, title: str, version: str) -> str:
+    """The report of a run as a whole document; `title` names the run, `version` is that of tpwatch."""
     shown = view(run, title)
     style, script = _asset("report.css"), _asset("report.js")
-    return f"<!doctype html>\n{el('html', _head(shown, style, script), _body(shown, script), lang='en')}\n"
+    return f"<!doctype html>\n{el('html', _head(shown, style, script), _body(shown, script, version), lang='en')}\n"
 
 
 def _asset(name: str) -> Html:
@@ -60,7 +59,6 @@ def _head(shown: RunView, style: Html, script: Html) -> Html:
         el("meta", http_equiv="Content-Security-Policy", content=policy),
         el("meta", name="viewport", content="width=device-width, initial-scale=1"),
         el("meta", name="color-scheme", content="light dark"),
-        el("meta", name="generator", content=f"tpwatch {tpwatch.__version__}"),
         el("link", rel="icon", href="data:,"),
         el("title", f"{shown.summary.verdict}: {shown.title} - tpwatch"),
         el("style", style),
@@ -72,7 +70,7 @@ def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _body(shown: RunView, script: Html) -> Html:
+def _body(shown: RunView, script: Html, version: str) -> Html:
     links = [el("a", text, href=f"#{anchor}") for text, anchor in _contents(shown)]
     return el(
         "body",
@@ -96,7 +94,7 @@ def _body(shown: RunView, script: Html) -> Html:
             settings_section(shown),
             id="main",
         ),
-        el("footer", f"tpwatch {tpwatch.__version__}. This file is complete in itself and loads nothing."),
+        el("footer", f"tpwatch {version}. This file is complete in itself and loads nothing."),
         data_block("timeline-data", timeline_data(shown)),
         data_block("parameter-data", _rows(shown)),
         el("script", script),

@@ -16,6 +16,9 @@ from tpwatch.report.table import number
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 
+SHORTENED = 3
+"""Ranks in a row from which on only the ends are named."""
+
 BARS_SHOWN = 16
 """Ranks whose norms are drawn; the rest is counted."""
 
@@ -47,7 +50,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > len("ab") else ", ".join(map(str, r)) for r in runs)
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) >= SHORTENED else ", ".join(map(str, r)) for r in runs)
 
 
 def equal_copies(finding: Finding) -> bool:
