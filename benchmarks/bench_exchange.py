@@ -25,6 +25,7 @@ from _harness import Subject
 from _ranks import POINTS, Record, Replicas, checks, finish_together, import_megatron, launch, now, smoke
 
 SIZES = {"3,000 x 4 KiB": (3000, 1024), "64 MiB": (1, 16 << 20)}
+NAMES = {2: "exchange", 4: "exchange_4"}
 TINY = {"20 x 4 KiB": (20, 1024)}
 
 Points = Sequence[Sequence[torch.Tensor]]
@@ -78,7 +79,7 @@ def subjects(replicas: Replicas, rank: int, world: int) -> list[Subject]:
 def compare(rank: int, world: int, rounds: int, date: str, tiny: bool) -> None:  # noqa: FBT001
     """Measure every size on the ranks of one group."""
     note = f"{world} ranks, one thread each; {POINTS} observation points; a check sends 2 x 208 bytes a replica."
-    report = Record("exchange" if world == 2 else f"exchange_{world}", note, rank=rank, date=date, tiny=tiny)  # noqa: PLR2004
+    report = Record(NAMES[world], note, rank=rank, date=date, tiny=tiny)
     for name, (count, numel) in (TINY if tiny else SIZES).items():
         replicas = Replicas(count, numel)
         results = report.case(f"{name}, {world} ranks", subjects(replicas, rank, world), rounds)

@@ -170,7 +170,9 @@ def in_words(times: Mapping[str, list[float]], spent: Mapping[str, list[float]],
     parts = []
     for mode in list(times)[1:]:
         pairs = sorted(watched / unwatched - 1.0 for watched, unwatched in zip(times[mode], off, strict=True))
-        inside, share = statistics.median(spent[mode]), sum(spent[mode]) / (sum(times[mode]) * steps_a_round)
+        taken = (len(off) + 1) * steps_a_round  # the round that is not timed was watched too
+        inside = statistics.median(spent[mode])
+        share = sum(spent[mode]) / taken / statistics.mean(times[mode])
         parts.append(
             f"{mode} {statistics.median(pairs):+.2%} of the step time (rounds {pairs[0]:+.2%} to {pairs[-1]:+.2%});"
             f" inside tpwatch {inside * 1e3:.2f} ms a check, {share:.3%} of the time"

@@ -147,13 +147,12 @@ class Session:
         agreed = self._agree_on_plan(found, ranks)
         built = self.guard.attempt("building", self._build, host, agreed, directory)
         failed = "" if built.ok else f"rank {self.rank}: {self.guard.last_error}"
-        if reason := Meeting(self.store, f"ready/{self.round}", self.rank, self.world, self._timeout).hold(
-            {"failed": failed}, _any_failed
-        ):
-            if built.value and isinstance(recorder := built.value[0].parts.recorder, Leader):
-                self.guard.attempt("closing", recorder.leave)
-            return self._off(reason)
-        return self._install(host, built.value, agreed) if built.value else self._off(failed)
+        ready = Meeting(self.store, f"ready/{self.round}", self.rank, self.world, self._timeout)
+        if (reason := ready.hold({"failed": failed}, _any_failed)) or built.value is None:
+            return self._off(reason, built.value)
+        built.value.begin()
+        self._say(built.value, agreed)
+        return built.value
 
     # -------------------------------------------------------------------------------------- meetings
 
@@ -190,7 +189,14 @@ class Session:
 
     # -------------------------------------------------------------------------------------- building
 
-    def _build(self, host: Host, agreed: Agreed, directory: str) -> tuple[Monitor, str]:
+    def _build(self, host: Host, agreed: Agreed, directory: str) -> Watch:
+        """All that can fail on this rank alone, before the last meeting: buffers, event file, wrapped seams."""
+        monitor = self._monitor(host, agreed, directory)
+        watch = Watch(self.config, self.guard, self._engine(host, monitor, directory))
+        watch.install(host.install(watch))
+        return watch
+
+    def _monitor(self, host: Host, agreed: Agreed, directory: str) -> Monitor:
         plan = agreed.discovery.plan
         fingerprinter = choose_fingerprinter(host.device, self.config.fingerprint)
         recorder = self._recorder(host, plan, directory, {"name": fingerprinter.name, "reason": fingerprinter.reason})
@@ -200,7 +206,7 @@ class Session:
             diagnosis=Diagnosis(plan, self.config, loss_scaler=host.loss_scaler),
             recorder=recorder, device=host.device,
         )  # fmt: skip
-        return Monitor(parts, self.config, self.guard), directory
+        return Monitor(parts, self.config, self.guard)
 
     def _recorder(self, host: Host, plan: WatchPlan, directory: str, fingerprint: Mapping[str, str]) -> Leader | Silent:
         """Event file and sinks of the group; silent on ranks that write nothing."""
@@ -218,8 +224,7 @@ class Session:
         log.start(plan, self.config.start_step, self.config, **facts)
         return Leader(log, fanout, os.environ.get("TPWATCH_LAUNCH_ID", ""))
 
-    def _install(self, host: Host, built: tuple[Monitor, str], agreed: Agreed) -> Watch:
-        monitor, directory = built
+    def _engine(self, host: Host, monitor: Monitor, directory: str) -> Engine:
         plan = monitor.parts.plan
         recorder = monitor.parts.recorder
 
@@ -234,13 +239,13 @@ class Session:
         membership = Membership(self.rank, plan.ranks, self.world)
         meets = self.config.can_stop or self.config.job_wide
         job = Job(leader=self.rank == plan.ranks[0], device=host.device) if meets else None
-        watch = Watch(self.config, self.guard, Engine(monitor, job, membership, directory, close, conclude))
-        self._say(monitor, agreed)
-        watch.install(host.install(watch))
-        return watch
+        return Engine(monitor, job, membership, directory, close, conclude)
 
-    def _say(self, monitor: Monitor, agreed: Agreed) -> None:
+    def _say(self, watch: Watch, agreed: Agreed) -> None:
         """What the user should know before the first step."""
+        monitor = watch.monitor
+        if monitor is None:
+            return
         plan, step = monitor.parts.plan, self.config.start_step
         if self.rank == plan.ranks[0]:
             for name, reason in plan.not_watched:
@@ -248,14 +253,18 @@ class Session:
         if not plan.replicas or len(plan.ranks) == 1:
             why = "the TP group has one rank" if len(plan.ranks) == 1 else "no replicated parameter was found"
             monitor.watching = False
-            monitor.parts.recorder.note(step, f"nothing to watch: {why}")
+            monitor.ledger.note(step, f"nothing to watch: {why}")
             logger.warning("tpwatch: nothing to watch: %s", why)
             return
         logger.info("tpwatch: watching %d replicas over ranks %s", len(plan.replicas), list(plan.ranks))
         monitor.report(step, [layout_finding(plan, d.parameter, d.what, step) for d in agreed.differences])
 
-    def _off(self, reason: str) -> Watch:
-        """Stay off: one warning for the job, not one per rank."""
+    def _off(self, reason: str, built: Watch | None = None) -> Watch:
+        """Stay off: one warning for the job, not one per rank. What was built is taken down again."""
+        if built is not None:
+            built.call_off()
+            if built.monitor and isinstance(recorder := built.monitor.parts.recorder, Leader):
+                self.guard.attempt("closing", recorder.leave)
         level = logging.WARNING if self.rank == 0 else logging.DEBUG
         logger.log(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
         return Watch(self.config, self.guard, reason=reason)

@@ -50,7 +50,8 @@ class Watch:
         self.directory = engine.directory if engine else ""
         self._guard = guard
         self._engine = engine
-        self._monitor = engine.monitor if engine else None
+        self.monitor = engine.monitor if engine else None
+        """The monitor of this rank's replica group; None in an inert Watch."""
         self._stop = Stop(engine.job, engine.monitor, config, guard) if engine and engine.job else None
         self._seams: Seams | None = None
         self._step = config.start_step + 1
@@ -59,6 +60,7 @@ class Watch:
         self._ready_seen = False
         self._skipped = 0
         self._twice_noted = False
+        self._awake = False
         self._closed = False
 
     # ------------------------------------------------------------------------------------- for users
@@ -66,17 +68,17 @@ class Watch:
     @property
     def enabled(self) -> bool:
         """True while replicas are being watched."""
-        return self._monitor is not None and self._monitor.watching and not self._closed
+        return self.monitor is not None and self.monitor.watching and self._awake and not self._closed
 
     @property
     def findings(self) -> list[Finding]:
         """Confirmed findings of this rank's replica group, causes first."""
-        return [] if self._monitor is None else self._monitor.parts.diagnosis.findings
+        return [] if self.monitor is None else self.monitor.parts.diagnosis.findings
 
     @property
     def last_report(self) -> StepReport | None:
         """The last checked step, or None before the first."""
-        return None if self._monitor is None else self._monitor.last_report
+        return None if self.monitor is None else self.monitor.last_report
 
     @property
     def last_step(self) -> int:
@@ -93,8 +95,8 @@ class Watch:
 
         It must not communicate: what it raises is counted and logged, not passed on.
         """
-        if self._monitor is not None:
-            self._monitor.listeners.append(listener)
+        if self.monitor is not None:
+            self.monitor.listeners.append(listener)
 
     def save_before_abort(self, save: Callable[[int], None]) -> None:
         """Call `save` with the step before a stop that asks for a checkpoint, on every rank of the job.
@@ -153,8 +155,18 @@ class Watch:
     # ----------------------------------------------------------------------------------- for adapters
 
     def install(self, seams: Seams) -> None:
-        """Take over the seams an adapter has wrapped."""
+        """Take over the seams an adapter has wrapped. They do nothing until `begin`."""
         self._seams = seams
+
+    def begin(self) -> None:
+        """Every rank of the job is ready: from here on the seams drive the monitor."""
+        self._awake = True
+
+    def call_off(self) -> None:
+        """Another rank was not ready: put the host's own objects back, as if nothing had been."""
+        self._closed = True
+        if self._seams is not None:
+            self._guard.attempt("calling off", self._seams.remove)
 
     def finalizer_entered(self, scope: Scope) -> bool:
         """The framework is about to reduce the gradients of the chunks in `scope` over the replica group.
@@ -172,7 +184,7 @@ class Watch:
             self._twice_noted = True
             self._note(f"the gradient finalizer was called {self._calls} times in step {self._step}")
         self._run("entry", lambda monitor: monitor.before_reduction(self._step, self._calls, scope))
-        return not (self._monitor and self._monitor.stopping)
+        return not self._about_to_stop()
 
     def finalizer_left(self) -> None:
         """The framework has reduced them."""
@@ -183,7 +195,7 @@ class Watch:
 
         May come twice in a step; only the first counts.
         """
-        if self._closed or self._ready_seen:
+        if self._closed or not self._awake or self._ready_seen:
             return
         self._ready_seen = True
         if self._calls == 0:
@@ -195,7 +207,7 @@ class Watch:
 
     def stepped(self) -> None:
         """The optimizer has stepped, or skipped the step: the next one begins."""
-        if self._closed:
+        if self._closed or not self._awake:
             return
         self._run("end of step", lambda monitor: monitor.end_of_step())
         self._step += 1
@@ -203,6 +215,15 @@ class Watch:
         self._ready_seen = False
 
     # ------------------------------------------------------------------------------------- internals
+
+    def _about_to_stop(self) -> bool:
+        """True if it is certain that the meeting of this very step stops the run, before the update.
+
+        Not in a step without a meeting, nor while `max_faults` may not have been reached: the update would be taken.
+        """
+        if self.monitor is None or not self.monitor.stopping:
+            return False
+        return self.config.max_faults == 1 and self.config.checked(self._step, self.config.start_step)
 
     def _read_iteration(self) -> None:
         known = self._guard.attempt("reading the iteration", self._seams.iteration).value if self._seams else None
@@ -216,7 +237,7 @@ class Watch:
         that never ran is looked at once in its place, where all ranks agree to that through the
         store.
         """
-        monitor, seams = self._monitor, self._seams
+        monitor, seams = self.monitor, self._seams
         if monitor is None:
             return
         if seams is not None and seams.lost():
@@ -264,9 +285,9 @@ class Watch:
 
         Through the guard, and never again after a collective has failed.
         """
-        if not self.enabled or self._monitor is None:
+        if not self.enabled or self.monitor is None:
             return
-        monitor = self._monitor
+        monitor = self.monitor
         if not self._guard.attempt(what, act, monitor).ok and what in COLLECTIVE:
             monitor.watching = False
             logger.warning("tpwatch: off on this rank after a failed collective: %s", self._guard.last_error)
@@ -283,8 +304,8 @@ class Watch:
 
     def _let_go(self, *, wait: bool) -> None:
         self._closed = True
-        if self._monitor is not None:
-            self._guard.attempt("closing the lookout", self._monitor.close)
+        if self.monitor is not None:
+            self._guard.attempt("closing the lookout", self.monitor.close)
         for note in (self._guard.attempt("detach", self._seams.remove).value or ()) if self._seams else ():
             logger.warning("tpwatch: %s", note)
         if self._engine is None:

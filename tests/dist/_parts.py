@@ -163,11 +163,11 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def summed(gradients: Gradients) -> None:
+def summed(gradients: Gradients, group: dist.ProcessGroup | None = None) -> None:
     """Sum every present gradient over the ranks: what is right for partials."""
     for gradient in gradients:
         if gradient is not None:
-            dist.all_reduce(gradient)
+            dist.all_reduce(gradient, group=group)
 
 
 def averaged(gradients: Gradients) -> None:
@@ -194,22 +194,25 @@ class Toy:
     gradients: Gradients = field(default_factory=list)
     updates: int = 0
     watch: Watch | None = None
+    group: dist.ProcessGroup | None = None
     replaced: bool = False
     """True after the host has put another finalizer in place of the wrapped one."""
 
     def finalize(self) -> None:
         """Sum the gradients that are marked, as Megatron's finalizer does."""
         marked = [g for g, rule in zip(self.gradients, self.rules, strict=True) if rule == "sum"]
-        summed(marked)
+        summed(marked, self.group)
+
+    def leave_alone(self) -> None:
+        """Reduce nothing: what a broken finalizer does."""
 
     def train(self, gradients: Gradients, *, finalizes: int = 1) -> None:
         """Take one step with the given gradients."""
         self.gradients = gradients
         watch = None if self.replaced else self.watch
         for _ in range(finalizes):
-            if watch:
-                watch.finalizer_entered(WHOLE)
-            self.finalize()
+            if watch is None or watch.finalizer_entered(WHOLE):
+                self.finalize()
             if watch:
                 watch.finalizer_left()
         if self.watch:
@@ -261,18 +264,18 @@ class ToyAdapter:
         self.fails_in = fails_in
 
     def group(self, groups: Groups | None) -> tuple[str, dist.ProcessGroup | None]:
-        """Return the default group."""
-        del groups
-        return "tp", None
+        """Return the caller's group, else the default one."""
+        return "tp", groups["tp"] if groups else None
 
     def examine(self, model: Any, optimizer: Any, config: Config, groups: Groups | None) -> Host:
         """Describe every parameter of the toy as a replica."""
-        del optimizer, config, groups
+        del optimizer, config
         self._stumble("examine")
         (toy,) = model
+        axis, group = self.group(groups)
         return Host(
-            axis="tp",
-            group=None,
+            axis=axis,
+            group=group,
             candidates=[self._candidate(toy, i) for i in range(len(toy.names))],
             device=CPU,
             loss_scaler=False,

@@ -12,7 +12,6 @@ import pytest
 from tests.dist._harness import run_ranks
 from tests.dist._parts import Gradients, Reduce, Rig, averaged, normal, rig, summed
 from tpwatch.config import Config
-from tpwatch.errors import ReplicaFault
 from tpwatch.lookout import POLL_SECONDS, Lookout
 
 Guarded = Literal["before_update", "deferred"]
@@ -118,43 +117,21 @@ def test_results_are_read_at_a_fixed_place() -> None:
     )
 
 
-def aborted(rank: int) -> tuple[int, int]:
-    """Drive until the run is stopped: the step under way, and the step that was at fault."""
+def asked(rank: int) -> list[tuple[int, int]]:
+    """Drive four deferred steps and catch up; how many findings ask for a stop, inside and after."""
     watched = rig([normal(1, 30)], [None], Config(guard="deferred", on_fault="abort"))
-    try:
-        for step in range(1, 9):
-            watched.source.gradients = [normal(100 * step + rank, 30)]
-            watched.step(step)
-    except ReplicaFault as stop:
-        return step, stop.step
-    finally:
-        watched.monitor.close()
-    return 0, 0
-
-
-def test_deferred_abort_stops_all_ranks_one_step_later() -> None:
-    """The fault of step 3 stops every rank on its way into the reduction of step 4."""
-    assert run_ranks(3, aborted) == [(4, 3)] * 3
-
-
-def stopped_at_catch_up(rank: int) -> int:
-    """The last check of a run is at fault: the step named by the ReplicaFault of the catch-up."""
-    watched = rig([normal(1, 30)], [None], Config(guard="deferred", on_fault="abort"))
-    for step in range(1, 4):
+    inside, after = [], []
+    for step in range(1, 5):
         watched.source.gradients = [normal(100 * step + rank, 30)]
-        watched.step(step)
-    try:
-        watched.monitor.catch_up()
-    except ReplicaFault as stop:
-        return stop.step
-    finally:
-        watched.monitor.close()
-    return 0
+        watched.step(step, lambda _g: inside.append(len(watched.monitor.stopping)))
+        after.append(len(watched.monitor.stopping))
+    watched.monitor.close()
+    return list(zip(inside, after, strict=True))
 
 
-def test_the_last_check_of_a_run_can_still_stop_it() -> None:
-    """No step follows that would read it; the catch-up does."""
-    assert run_ranks(2, stopped_at_catch_up) == [3, 3]
+def test_deferred_faults_ask_for_a_stop_one_step_later() -> None:
+    """The fault of step 3 asks on every rank on its way into the reduction of step 4."""
+    assert run_ranks(3, asked) == [[(0, 0), (0, 0), (0, 0), (1, 1)]] * 3
 
 
 # ------------------------------------------------------------------------- a word before the hang

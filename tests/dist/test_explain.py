@@ -19,7 +19,7 @@ from tpwatch.config import Config
 from tpwatch.config import Explain as ExplainConfig
 from tpwatch.diagnose.compare import kinship, reduction
 from tpwatch.exchange import Exchange
-from tpwatch.explain import Explainer, Request
+from tpwatch.explain import Explainer, Request, spread
 from tpwatch.fingerprint import choose
 from tpwatch.fingerprint.layout import ROW
 from tpwatch.records import Evidence, WatchPlan
@@ -147,21 +147,39 @@ def test_exact_evidence_is_what_numpy_finds(shape: str, dtype: torch.dtype, *, h
         assert found.residual_avg == pytest.approx(numpy_residual(y, x.mean(axis=0)), rel=L2_BOUND)
         assert found.norms_pre == pytest.approx(np.sqrt((x**2).sum(axis=1)), rel=L2_BOUND)
         assert found.norms_post == pytest.approx(np.sqrt((y**2).sum(axis=1)), rel=L2_BOUND)
-        for spread, rows, floor in ((found.param, v, Config().thresholds.rel_floor), (found.post, y, None)):
-            assert spread is not None
+        for measured_spread, rows, floor in ((found.param, v, Config().thresholds.rel_floor), (found.post, y, None)):
+            assert measured_spread is not None
             high, low = rows.max(axis=0), rows.min(axis=0)
             size = np.maximum(abs(high), abs(low))
             counted = size > (1e-3 * size.max() if floor is None else floor)
-            assert spread.max_abs == (high - low).max()
-            assert spread.max_rel == pytest.approx(((high - low)[counted] / size[counted]).max(), rel=1e-12)
-            assert spread.differing == int((high > low).sum())
-            assert spread.elements == rows.shape[1]
-            assert spread.l2 == pytest.approx(np.sqrt(((high - low) ** 2).sum()), rel=1e-9)
+            assert measured_spread.max_abs == (high - low).max()
+            assert measured_spread.max_rel == pytest.approx(((high - low)[counted] / size[counted]).max(), rel=1e-12)
+            assert measured_spread.differing == int((high > low).sum())
+            assert measured_spread.elements == rows.shape[1]
+            assert measured_spread.l2 == pytest.approx(np.sqrt(((high - low) ** 2).sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("floor", "relative", "counted"),
+    [
+        (0.0, 2.0, "every element"),
+        (1e-3, 0.5, "all but the tiny one"),
+        (None, 0.5, "all but the tiny one"),
+        (3.0, 0.25, "the largest one"),
+        (100.0, 0.0, "none"),
+    ],
+)
+def test_small_elements_do_not_enter_the_relative_spread(floor: float | None, relative: float, counted: str) -> None:
+    """Above the floor, or without one above a thousandth of the largest: the absolute spread has all."""
+    high, low = torch.tensor([4.0, 2.0, 1e-5]), torch.tensor([3.0, 1.0, -1e-5])
+    found = spread(high, low, floor)
+    assert found.max_rel == pytest.approx(relative), counted
+    assert (found.max_abs, found.differing, found.elements) == (1.0, 3, 3)
 
 
 def camps(rank: int) -> Evidence:
-    """Values in camps {0, 2, 3} and {1}, gradients afterwards in {0, 1} and {2, 3}; rank 3 silent."""
-    value = normal(1 if rank == 1 else 0, 40)
+    """Values in camps {1, 2, 3} and {0}, gradients afterwards in {0, 1} and {2, 3}; rank 3 silent."""
+    value = normal(1 if rank == 0 else 0, 40)
     before = torch.zeros(40) if rank == 3 else normal(10 + rank, 40)
     watched = deep([value])
     gradients: Gradients = [before]
@@ -175,7 +193,7 @@ def camps(rank: int) -> Evidence:
 def test_camps_and_silent_ranks_are_named() -> None:
     """Ranks with equal bits stand together, the largest camp first; exactly zero is told apart."""
     for found in run_ranks(4, camps):
-        assert found.camps_param == ((0, 2, 3), (1,))
+        assert found.camps_param == ((1, 2, 3), (0,))
         assert found.camps_post == ((0, 1), (2, 3))
         assert found.zero_ranks == (3,)
 

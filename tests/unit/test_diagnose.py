@@ -47,7 +47,9 @@ UNEVEN = kept([GRADIENT, None])
 def loose_sum(size: int = 2) -> Picture:
     """Partials that were summed, each rank with a rounding error of its own."""
     right = summed(partials(size))
-    return replace(right, after=[tuple(x * (1 + rank * 2.0**-30) for x in right.after[0] or ()) for rank in range(size)])
+    return replace(
+        right, after=[tuple(x * (1 + rank * 2.0**-30) for x in right.after[0] or ()) for rank in range(size)]
+    )
 
 
 # ------------------------------------------------------------------------------------------- the table
@@ -139,6 +141,7 @@ def test_zero_on_some_ranks_only_is_a_partial() -> None:
 
 
 # ------------------------------------------------------------------------------- exercised or not
+
 
 def test_unexercised_is_armed_until_the_gradient_is_seen() -> None:
     """A factor that is zero for three steps is judged from the fourth on, as any other from the first."""
@@ -258,7 +261,9 @@ def _needs_a_gather(picture: Picture) -> bool:
     return picture.before[0] != picture.before[1]
 
 
-@pytest.mark.parametrize(("kind", "picture"), [("grad-presence", UNEVEN), ("init-mismatch", FAULTY["copies, other values"][0])])
+@pytest.mark.parametrize(
+    ("kind", "picture"), [("grad-presence", UNEVEN), ("init-mismatch", FAULTY["copies, other values"][0])]
+)
 def test_urgent_kinds_need_no_patience(kind: str, picture: Picture) -> None:
     """One look is enough for uneven presence and for values that differ at the start."""
     run = watched(config=Config(patience=9))
@@ -468,7 +473,9 @@ def test_what_first_differs_with_an_external_write_is_its_consequence(names: tup
     assert role_of(run, "behind") == ("consequence", "source")
 
 
-@pytest.mark.parametrize("harmless", [summed(copies()), averaged(partials())], ids=["double-reduce", "averaged-partial"])
+@pytest.mark.parametrize(
+    "harmless", [summed(copies()), averaged(partials())], ids=["double-reduce", "averaged-partial"]
+)
 def test_a_fault_that_keeps_copies_equal_explains_no_other(harmless: Picture) -> None:
     """A sum of copies or a mean of partials moves no values apart, so what does later is a cause."""
     run = watched("wrong-factor", "late")
@@ -533,7 +540,15 @@ def severity_after(spreads: list[float]) -> str:
         ([1e-6] * 6 + [0.9e-5], "info"),
         ([1e-6] * 6 + [1.1e-5], "error"),
     ],
-    ids=["constant", "noisy", "grown by 20 %", "grown by 30 %", "ten per cent a step", "ninefold once", "elevenfold once"],
+    ids=[
+        "constant",
+        "noisy",
+        "grown by 20 %",
+        "grown by 30 %",
+        "ten per cent a step",
+        "ninefold once",
+        "elevenfold once",
+    ],
 )
 def test_drift_is_as_severe_as_its_growth(spreads: list[float], severity: str) -> None:
     """A constant spread of rounding is information, growth a warning, a jump an error."""

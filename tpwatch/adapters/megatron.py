@@ -176,6 +176,7 @@ class MegatronSeams:
         self._chunks = {id(chunk): i for i, chunk in enumerate(chunks)}
         self._optimizer = optimizer
         self._module: ModuleType = sys.modules["megatron.core.distributed.finalize_model_grads"]
+        self._methods = {"prepare_grads": optimizer.prepare_grads, "step": optimizer.step}
         self._shadowed = {name: vars(optimizer).get(name) for name in ("prepare_grads", "step")}
         self._wrapped: dict[str, Callable[..., Any]] = {}
         self._active = True
@@ -242,7 +243,7 @@ class MegatronSeams:
         setattr(self._module, FINALIZER, reduce_watched)
 
     def _wrap_optimizer(self) -> None:
-        prepare, step = self._optimizer.prepare_grads, self._optimizer.step
+        prepare, step = self._methods["prepare_grads"], self._methods["step"]
 
         def prepare_grads(*args: Any, **kwargs: Any) -> Any:
             if self._active:

@@ -59,8 +59,7 @@ class Outcome:
     new: tuple[Finding, ...] = ()
     """Findings confirmed, or worse than before, at this check."""
     grown: tuple[Finding, ...] = ()
-    """Findings worth writing down again: their count or spread has doubled since they were last
-    written."""
+    """Findings worth writing down again: their count or spread has doubled since they were last written."""
     skipped: bool = False
     judged: int = 0
     """Rows that were looked at."""
@@ -79,7 +78,7 @@ class Diagnosis:
         self.loss_scaler = loss_scaler
         self._histories: dict[int, list[History]] = {}
         self.checks = 0
-        self._skipped = 0
+        self._first_step: int | None = None
         self._roots: dict[int, Finding] = {}
         self._onset: dict[int, int] = {}
         self._written: dict[int, tuple[int, float]] = {}
@@ -97,9 +96,12 @@ class Diagnosis:
         `rows` may leave out rows whose picture did not change and that are not `unsettled`.
         """
         self.checks += 1
+        if self._first_step is None and at.call:
+            self._first_step = at.step
         histories = self._of_call(at.call)
-        if self._scaler_will_skip(rows, histories):
-            self._skipped += 1
+        if self._scaler_will_skip(at, rows, histories):
+            for seen in rows:
+                self._compare_values(at, seen, histories[seen.index])
             return Outcome(skipped=True)
         cases = [self._remember(at, seen, histories[seen.index], evidence.get(seen.index)) for seen in rows]
         worse: list[Finding] = []
@@ -120,9 +122,7 @@ class Diagnosis:
         return Outcome(tuple(worse))
 
     def _of_call(self, call: int) -> list[History]:
-        """Each finalizer call of a step has a history of its own.
-
-        The second one sees what the first has done.
+        """Each finalizer call of a step has a history of its own: the second one sees what the first has done.
 
         A comparison of values alone (call 0) belongs to the first.
         """
@@ -132,48 +132,58 @@ class Diagnosis:
         return self._histories[number]
 
     def _remember(self, at: When, seen: RowObservation, history: History, evidence: Evidence | None) -> Case:
+        self._compare_values(at, seen, history)
         pattern = compare.pattern(seen, len(self.plan.ranks))
-        if not seen.param.same and history.values_differ_at is None:
-            first = self.checks == 1 + self._skipped
-            pristine = at.pristine or self._skipped > 0  # a skipped step has updated nothing
-            history.values_differ_at = at.update - self._skipped if first else at.update
-            history.born_different = first and (pristine or pattern != "different/kept")
-            if first and not history.born_different:
-                history.diverged_at = at.step
-        hurt = any(p.nonfinite_hi for p in (seen.param, seen.pre, seen.post))
-        history.nonfinite_streak = history.nonfinite_streak + 1 if hurt else 0
         idle = pattern in compare.IDLE
+        if any(p.nonfinite_hi for p in (seen.param, seen.pre, seen.post)):
+            history.note_nonfinite(seen, at.step, at.update)
+        elif not idle:
+            history.nonfinite_streak = 0
         suspicion = judges.suspicion(pattern, seen, history)
         if not idle or suspicion == "written":
             history.advance(suspicion, at.step, self.checks, seen)
         else:
             history.last = seen
         if evidence is not None:
-            history.learn(evidence)
+            history.learn(evidence, idle=idle)
         if not idle:
             self._mark(seen, history, at.step)
         return self._case(seen, history)
 
+    def _compare_values(self, at: When, seen: RowObservation, history: History) -> None:
+        """When values were first seen apart, and whether they already were before anything that was watched.
+
+        Attached in mid-training, unreduced gradients may have set them apart before; a call for another chunk cannot
+        tell.
+        """
+        if seen.param.same:
+            history.values_were_equal = True
+        if seen.param.same or history.values_differ_at is not None:
+            return
+        history.values_differ_at = at.update
+        pattern = compare.pattern(seen, len(self.plan.ranks))
+        first = at.step == self._first_step and pattern != "outside" and not history.values_were_equal
+        if at.pristine or (first and pattern != "different/kept"):
+            history.born_different = True
+        elif first:
+            history.diverged_at = at.step
+
     def _mark(self, seen: RowObservation, history: History, step: int) -> None:
-        if not seen.post.same and history.diverged_at is None and seen.present_lo:
-            history.diverged_at = step
+        history.exercised = True
         if seen.pre.same and seen.param.same and not seen.pre.nonfinite_hi and history.copies_at is None:
             history.copies_at = self.checks
+        if seen.post.same or not seen.present_lo:
+            return
+        for of_call in self._histories.values():
+            if of_call[seen.index].diverged_at is None:
+                of_call[seen.index].diverged_at = step
 
     def _case(self, seen: RowObservation, history: History) -> Case:
-        pattern = compare.pattern(seen, len(self.plan.ranks))
         size = len(self.plan.ranks)
-        return Case(
-            self.plan.replicas[seen.index],
-            seen,
-            history,
-            pattern,
-            size,
-            self.loss_scaler,
-            self.config,
-        )
+        pattern = compare.pattern(seen, size)
+        return Case(self.plan.replicas[seen.index], seen, history, pattern, size, self.loss_scaler, self.config)
 
-    def _scaler_will_skip(self, rows: Sequence[RowObservation], histories: Sequence[History]) -> bool:
+    def _scaler_will_skip(self, at: When, rows: Sequence[RowObservation], histories: Sequence[History]) -> bool:
         """A found-inf step: no verdict, patience unbroken, until more follow each other than a scaler explains."""
         if not self.loss_scaler:
             return False
@@ -184,7 +194,7 @@ class Diagnosis:
         if any(judges.lopsided(self.plan.replicas[r.index], r) for r in hurt):
             return False
         for row in hurt:
-            histories[row.index].nonfinite_streak += 1
+            histories[row.index].note_nonfinite(row, at.step, at.update)
         return True
 
     # -------------------------------------------------------------------------------------- deciding
@@ -201,16 +211,11 @@ class Diagnosis:
             return [self._roots[index]] if worse else []
         if verdict is None or not findings.confirmed(case, verdict):
             return []
-        onset = self._onset_of(case, verdict)
+        onset = 1 if verdict.kind == "init-mismatch" else case.history.since_check
         others = [(f, self._onset[i]) for i, f in self._roots.items() if f.role == "cause"]
         finding = findings.with_role(findings.found(case, verdict, self.plan, at.step), case, onset, others)
         self._roots[index], self._onset[index] = finding, onset
         return [finding]
-
-    def _onset_of(self, case: Case, verdict: Verdict) -> int:
-        if verdict.kind == "init-mismatch":
-            return 1
-        return case.history.since_check
 
     def _settle(self, case: Case, verdict: Verdict | None, call: int) -> None:
         """Remember what may be claimed about a parameter, and whether unchanged rows of it can be left out."""
@@ -218,20 +223,19 @@ class Diagnosis:
         if case.seen.in_scope:
             self._seen.add(index)
         if case.pattern in compare.IDLE and verdict is None:
-            self._unsettled_of(call).discard(index)
+            if not history.suspicion:  # else what is open stays open: such a step tells nothing
+                self._unsettled_of(call).discard(index)
             return
         status = self._status[max(call, 1), index] = "fault" if verdict else judges.status(case)
         if history.suspicion in ("changed", "unreduced", "apart"):
             self._partial.add(index)
-        settled = status == "healthy" and history.streak >= self.config.patience
+        looks = min(history.streak, history.decisive) if history.suspicion == "changed" else history.streak
+        settled = status == "healthy" and looks >= self.config.patience
         unsettled = self._unsettled_of(call)
         (unsettled.discard if settled else unsettled.add)(index)
 
     def _grown(self, fresh: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Findings whose count or spread doubled since last written.
-
-        Keeps an event file short and useful after a kill.
-        """
+        """Findings whose count or spread doubled since last written: an event file stays short, and useful after a kill."""
         names = {f.parameter for f in fresh}
         due = []
         for index, finding in self._roots.items():
@@ -268,25 +272,24 @@ class Diagnosis:
 
     def _want(self, index: int, history: History, *, deep: bool) -> Target | None:
         seen = history.last
-        if seen is None or (history.suspicion not in _GATHERED and seen.param.same):
+        if seen is None or (history.suspicion not in _GATHERED and not _differs(seen)):
             return None
-        budget = self.config.explain.gather_checks if self._spreads(history, seen) else self._undecided_budget(history)
-        if history.gathers >= budget and not deep and not self._limited(seen):
+        if self._enough(history, seen) and not deep and not self._limited(seen):
             return None
         loose = not seen.post.same and seen.kept_lo
         return Target(index, values=loose or not seen.param.same, gradients=not seen.post.same)
 
-    @staticmethod
-    def _spreads(history: History, seen: RowObservation) -> bool:
-        return not seen.param.same or (history.diverged_at is not None and not seen.post.same)
+    def _enough(self, history: History, seen: RowObservation) -> bool:
+        """`patience` gathers settle an ordinary case; a borderline deviation gets more before it stays undecided.
 
-    def _undecided_budget(self, history: History) -> int:
-        """`patience` gathers settle an ordinary case.
-
-        A borderline deviation gets more before it stays undecided.
+        Those in between that saw no gradient do not count, up to a point. A spread is followed for longer.
         """
+        if not seen.param.same or (history.diverged_at is not None and not seen.post.same):
+            return history.gathers >= self.config.explain.gather_checks
         unclear = history.gradients == "undecided" or history.reduction == "ambiguous"
-        return self.config.patience * (3 if unclear else 1)
+        patience = self.config.patience
+        budget = patience * (_BORDERLINE if unclear else 1)
+        return history.decisive >= budget or history.gathers >= _BORDERLINE**2 * patience
 
     def _limited(self, seen: RowObservation) -> bool:
         limits = self.config.thresholds
@@ -320,6 +323,7 @@ class Diagnosis:
         return tuple(r.name for i, r in enumerate(self.plan.replicas) if i in open_ones)
 
 
+_BORDERLINE = 3
 _GATHERED = frozenset({"unreduced", "changed", "apart", "written"})
 
 
@@ -328,7 +332,15 @@ def _in_order(cases: list[Case]) -> list[Case]:
 
     Value faults first, then gradients in reverse model order (the order of backward).
     """
-    return sorted(cases, key=lambda c: (c.seen.param.same or not c.history.born_different, -c.seen.index))
+    return sorted(cases, key=lambda c: (not _of_values(c), -c.seen.index))
+
+
+def _of_values(case: Case) -> bool:
+    return not case.seen.param.same and (case.history.born_different or case.history.suspicion == "written")
+
+
+def _differs(seen: RowObservation) -> bool:
+    return not seen.param.same or (seen.present_lo and not seen.post.same)
 
 
 def _crossed(before: Finding, after: Finding) -> bool:

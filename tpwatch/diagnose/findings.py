@@ -22,6 +22,9 @@ A sum of copies or a mean of partials cannot: whoever does that does it whatever
 are.
 """
 
+KEEPING_EQUAL = frozenset({"double-reduce", "averaged-partial", "wrong-scale"})
+"""Causes that move no copies apart, and so explain no other fault."""
+
 AT_THE_SOURCE = frozenset({"init-mismatch", "external-write"})
 """Causes that make other parameters differ within the very same step."""
 
@@ -39,13 +42,18 @@ def confirmed(case: Case, verdict: Verdict) -> bool:
     """True if the verdict has held for its patience, with enough gathers, or is past the user's threshold."""
     if verdict.threshold:
         return True
-    streak = max(case.history.streak, case.history.nonfinite_streak if verdict.kind == "nonfinite" else 0)
-    return streak >= verdict.patience and case.history.gathers >= verdict.needs_gathers
+    return streak(case, verdict) >= verdict.patience and case.history.decisive >= verdict.needs_gathers
+
+
+def streak(case: Case, verdict: Verdict) -> int:
+    """Checks in a row that showed this fault; values that differ at the start show it with or without a gradient."""
+    if verdict.kind == "nonfinite":
+        return case.history.nonfinite_streak
+    return max(1, case.history.streak) if verdict.kind == "init-mismatch" else case.history.streak
 
 
 def found(case: Case, verdict: Verdict, plan: WatchPlan, step: int) -> Finding:
     """The finding as first confirmed; its role is decided by `with_role`."""
-    history = case.history
     first = _first_step(case, verdict)
     finding = Finding(
         kind=verdict.kind,
@@ -56,11 +64,11 @@ def found(case: Case, verdict: Verdict, plan: WatchPlan, step: int) -> Finding:
         ranks=plan.ranks,
         first_step=first,
         last_step=step,
-        count=max(1, history.streak),
+        count=streak(case, verdict),
         severity=verdict.severity,
         role="cause",
         caused_by=None,
-        confidence=confidence(verdict, history.streak, doubted=False),
+        confidence=confidence(verdict, streak(case, verdict), doubted=False),
         observed=verdict.observed,
         expected=verdict.expected,
         ratio=norm_ratio(case.seen),
@@ -74,9 +82,11 @@ def found(case: Case, verdict: Verdict, plan: WatchPlan, step: int) -> Finding:
 
 def _first_step(case: Case, verdict: Verdict) -> int:
     """Retroactive: the first exercised step of what turned out to be this fault."""
+    if verdict.kind == "nonfinite":
+        return case.history.nonfinite_since
     if verdict.point == "param" and case.history.values_differ_at is not None:
         return case.history.values_differ_at
-    if verdict.kind == "drift" and case.history.diverged_at is not None:
+    if verdict.kind in ("drift", "wrong-group") and case.history.diverged_at is not None:
         return case.history.diverged_at
     return case.history.since
 
@@ -97,7 +107,7 @@ def goes_on(finding: Finding, case: Case, verdict: Verdict | None, step: int) ->
         last_step=step,
         count=count,
         severity=worst((finding.severity, verdict.severity)),
-        confidence=max(finding.confidence, confidence(verdict, case.history.streak, doubted=doubted)),
+        confidence=max(finding.confidence, confidence(verdict, streak(case, verdict), doubted=doubted)),
     )
     return with_evidence(again, case, verdict)
 
@@ -167,7 +177,7 @@ def with_role(finding: Finding, case: Case, onset: int, causes: Iterable[tuple[F
     before, with a cause older than itself, or (b) began with equal values at the check at which
     values elsewhere first differed.
     """
-    older = [c for c, began in causes if began < onset]
+    older = [c for c, began in causes if began < onset and c.kind not in KEEPING_EQUAL]
     source = [c for c, began in causes if began == onset and c.kind in AT_THE_SOURCE]
     if finding.kind in SPREADING:
         was_copy = case.history.copies_at is not None and case.history.copies_at < onset

@@ -7,7 +7,7 @@ only, so that every rank of a group holds the same history and reaches the same 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from tpwatch.diagnose import compare
@@ -47,12 +47,16 @@ class History:
     """Consecutive exercised checks that showed the current suspicion."""
     gathers: int = 0
     """Gathers (tier 2) since the current suspicion began."""
+    decisive: int = 0
+    """Those of them that saw a gradient: only they can tell which reduction was applied."""
     exercised: bool = False
     copies_at: int | None = None
     """First check at which gradient and value were bit-identical copies and the gradient was not
     zero."""
     diverged_at: int | None = None
-    """First step whose reduced gradient was not bit-identical though nothing was reduced."""
+    """First step whose reduced gradient was not bit-identical, in whichever finalizer call."""
+    values_were_equal: bool = False
+    """True once values were seen bit-identical: only then can something have set them apart."""
     values_differ_at: int | None = None
     """First update (0 = initial values) after which values were not bit-identical."""
     born_different: bool = False
@@ -67,6 +71,9 @@ class History:
     Not max_abs: in bf16 that is one ULP of the largest element from the first flip on, however many
     follow."""
     nonfinite_streak: int = 0
+    nonfinite_since: int = 0
+    nonfinite_point: str = ""
+    """Step and observation point at which the current non-finite streak began."""
     last: RowObservation | None = None
     evidence: Evidence | None = None
     """The latest evidence of the current suspicion."""
@@ -74,39 +81,59 @@ class History:
     def advance(self, suspicion: str, step: int, check: int, seen: RowObservation) -> None:
         """Continue the current suspicion, or begin another one at `step`."""
         self.last = seen
-        self.exercised = True
         if suspicion == self.suspicion:
             self.streak += 1
             return
-        self.suspicion, self.since, self.since_check, self.streak, self.gathers = (
-            suspicion,
-            step,
-            check,
-            1,
-            0,
-        )
+        self.suspicion, self.since, self.since_check = suspicion, step, check
+        self.streak, self.gathers, self.decisive = 1, 0, 0
         self.values_equal_at_onset = seen.param.same
         self.deviations.clear()
         self.reductions.clear()
         self.evidence = None
 
-    def learn(self, evidence: Evidence) -> None:
+    def learn(self, evidence: Evidence, *, idle: bool = False) -> None:
         """Add what tier 2 gathered.
 
-        Deviation, applied reduction, and the elementwise spread of the values.
+        Deviation, applied reduction, and the elementwise spread of the values. In an `idle` step there was no
+        gradient: what is known about it stays.
         """
-        self.evidence = evidence
         self.gathers += 1
+        if evidence.param is not None:
+            self.spreads.append(evidence.param.l2)
+        if idle:
+            self._learn_values(evidence)
+            return
+        self.evidence = evidence
+        self.decisive += 1
         if evidence.deviation_pre > 0.0:
             self.deviations.append(evidence.deviation_pre)
             self.reductions.append(compare.reduction(evidence))
-        if evidence.param is not None:
-            self.spreads.append(evidence.param.l2)
+
+    def _learn_values(self, evidence: Evidence) -> None:
+        known = self.evidence or replace(evidence, zero_ranks=())
+        self.evidence = replace(
+            known,
+            deviation_param=evidence.deviation_param,
+            camps_param=evidence.camps_param,
+            param=evidence.param or known.param,
+        )
+
+    def note_nonfinite(self, seen: RowObservation, step: int, update: int) -> None:
+        """Continue the streak of non-finite steps, or begin it; a value is dated to the update that made it."""
+        self.nonfinite_streak += 1
+        if self.nonfinite_streak > 1:
+            return
+        points = {"param": seen.param, "grad_pre": seen.pre, "grad_post": seen.post}
+        self.nonfinite_point = next(name for name, p in points.items() if p.nonfinite_hi > 0)
+        self.nonfinite_since = update if self.nonfinite_point == "param" else step
 
     @property
     def gradients(self) -> compare.Gradients:
-        """Kinship of the gradients before the reduction, by the median deviation gathered so far."""
-        if self.last is not None and self.last.pre.same:
+        """Kinship of the gradients before the reduction, by the median deviation gathered so far.
+
+        A step without gradients, or one in which they happen to be equal, makes no copies of known partials.
+        """
+        if not self.deviations and self.last is not None and self.last.pre.same:
             return "copies"
         return compare.kinship(compare.median(list(self.deviations)))
 

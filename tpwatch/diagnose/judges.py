@@ -68,12 +68,14 @@ def suspicion(pattern: compare.Pattern, seen: RowObservation, history: History) 
     whose gradients happen to be bit-identical while the values have already moved apart.
     """
     apart = not seen.param.same and not history.born_different
-    if pattern == "uneven":
-        return "uneven"
-    if pattern in ("copies/sum", "copies/scaled", "copies/other", "woken"):
+    if pattern in ("uneven", "copies/sum"):
         return pattern
-    if apart and history.diverged_at is None:
+    # Gradients differ from the step of a write on: that is its effect, and no other explanation of it.
+    unexplained = history.diverged_at is None and history.values_were_equal
+    if apart and (unexplained or history.suspicion == "written"):
         return "written"
+    if pattern in ("copies/scaled", "copies/other", "woken"):
+        return "apart" if apart and history.diverged_at is not None else pattern
     if pattern == "different/kept" or (apart and pattern == "copies/kept"):
         return "unreduced"
     if pattern == "different/changed":
@@ -93,14 +95,16 @@ def judge(case: Case) -> Verdict | None:
 
 def status(case: Case) -> str:
     """`healthy`, `unverified` (tier 2 is still to come) or `undecided`, for a case without a verdict."""
-    if case.history.suspicion in ("healthy", "written"):
+    history = case.history
+    if history.suspicion in ("healthy", "written", "copies/sum"):  # a sum without a verdict was declared
         return "healthy"
-    if case.history.suspicion == "changed":
-        if case.history.reduction == "unknown":
+    if history.suspicion == "changed":
+        if history.reduction == "unknown":
             return "unverified"
-        known = case.history.reduction in ("sum", "avg")
-        return "healthy" if known else "undecided"
-    return "undecided" if case.history.gathers >= case.config.patience else "unverified"
+        intended = history.reduction == case.spec.rule and (case.spec.declared or case.spec.rule == "avg")
+        known = history.reduction in ("sum", "avg") and history.gradients != "undecided"
+        return "healthy" if known or intended else "undecided"
+    return "undecided" if history.gathers >= case.config.patience else "unverified"
 
 
 # --------------------------------------------------------------------------------------- one per kind
@@ -126,13 +130,14 @@ def init_mismatch(case: Case) -> Verdict | None:
 def nonfinite(case: Case) -> Verdict | None:
     """NaN or Inf that no loss scaler will skip, or that only some ranks see, or that persists."""
     points = {"param": case.seen.param, "grad_pre": case.seen.pre, "grad_post": case.seen.post}
-    hit = next((name for name, p in points.items() if p.nonfinite_hi > 0), None)
-    if hit is None:
+    if not any(p.nonfinite_hi for p in points.values()):
         return None
     if case.loss_scaler and not lopsided(case.spec, case.seen) and case.history.nonfinite_streak < SCALER_PATIENCE:
         return None
-    observed = "non-finite on some ranks" if points[hit].nonfinite_lo == 0 else "non-finite on all ranks"
-    return Verdict("nonfinite", hit, observed, "finite", "error", EXACT, case.config.patience)
+    point = case.history.nonfinite_point
+    some = any(p.nonfinite_lo == 0 < p.nonfinite_hi for p in points.values())
+    observed = "non-finite on some ranks" if some else "non-finite on all ranks"
+    return Verdict("nonfinite", point, observed, "finite", "error", EXACT, case.config.patience)
 
 
 def lopsided(spec: ReplicaSpec, seen: RowObservation) -> bool:
@@ -148,7 +153,8 @@ def double_reduce(case: Case) -> Verdict | None:
     if case.spec.declared and case.spec.rule == "sum":
         return None
     if case.pattern == "copies/sum":
-        return Verdict("double-reduce", "grad_post", "sum", "avg|none", "error", EXACT, case.config.patience)
+        patience, over = case.config.patience, over_ratio(case)
+        return Verdict("double-reduce", "grad_post", "sum", "avg|none", "error", EXACT, patience, threshold=over)
     near = case.history.suspicion == "changed" and case.history.gradients == "near-copies"
     if near and case.history.reduction == "sum":
         return _gathered(case, "double-reduce", "sum", "avg|none")
@@ -157,21 +163,21 @@ def double_reduce(case: Case) -> Verdict | None:
 
 def wrong_scale(case: Case) -> Verdict | None:
     """Copies multiplied past the threshold on the ratio of norms."""
-    limit, ratio = case.config.thresholds.ratio, norm_ratio(case.seen)
-    if limit is None or ratio is None or ratio <= limit or case.pattern != "copies/scaled":
+    over = over_ratio(case)
+    if not over or case.pattern != "copies/scaled":
         return None
-    text = f"ratio {ratio:.6g} > {limit:g}"
-    return Verdict("wrong-scale", "grad_post", f"x{ratio:.4g}", "avg|none", "error", EXACT, 1, threshold=text)
+    observed = f"x{norm_ratio(case.seen):.4g}"
+    return Verdict("wrong-scale", "grad_post", observed, "avg|none", "error", EXACT, 1, threshold=over)
 
 
 def missing_reduce(case: Case) -> Verdict | None:
-    """Partials that were left alone."""
-    if case.history.suspicion != "unreduced":
+    """Partials that were left alone, unless that is what was declared."""
+    declared = case.spec.rule if case.spec.declared else ""
+    if case.history.suspicion != "unreduced" or declared == "none":
         return None
-    declared_sum = case.spec.declared and case.spec.rule == "sum"
-    if case.history.gradients != "partials" and not declared_sum:
+    if case.history.gradients != "partials" and declared != "sum":
         return None
-    return _gathered(case, "missing-reduce", "none", "sum")
+    return _gathered(case, "missing-reduce", "none", declared or "sum")
 
 
 def averaged_partial(case: Case) -> Verdict | None:
@@ -185,7 +191,7 @@ def averaged_partial(case: Case) -> Verdict | None:
 def wrong_group(case: Case) -> Verdict | None:
     """A reduction that left camps of ranks, each agreeing inside."""
     evidence = case.history.evidence
-    if case.history.suspicion not in ("changed", "apart") or case.seen.post.same or evidence is None:
+    if case.history.suspicion not in _REDUCED or case.seen.post.same or evidence is None:
         return None
     camps = len(evidence.camps_post)
     if not 1 < camps < case.group_size or evidence.deviation_post < compare.NEAR_COPIES:
@@ -193,15 +199,17 @@ def wrong_group(case: Case) -> Verdict | None:
     return _gathered(case, "wrong-group", "camps", "one reduction over the whole group")
 
 
+_REDUCED = frozenset({"changed", "apart", "copies/scaled", "copies/other"})
+
+
 def drift(case: Case) -> Verdict | None:
     """Copies that nothing keeps equal.
 
-    Rounding-level gradients left alone, or values moving apart since.
+    Rounding-level gradients left alone (any, if that was declared), or values moving apart since.
     """
-    unreduced = case.history.suspicion == "unreduced" and case.history.gradients in (
-        "copies",
-        "near-copies",
-    )
+    declared = case.spec.declared and case.spec.rule == "none"
+    alike = declared or case.history.gradients in ("copies", "near-copies")
+    unreduced = case.history.suspicion == "unreduced" and alike
     if not unreduced and case.history.suspicion != "apart" and not threshold(case):
         return None
     ceiling = EXACT if case.exact else SKETCHED
@@ -230,7 +238,7 @@ def external_write(case: Case) -> Verdict | None:
 
 JUDGES: tuple[Callable[[Case], Verdict | None], ...] = (
     grad_presence, init_mismatch, nonfinite, double_reduce, wrong_scale, missing_reduce, averaged_partial,
-    wrong_group, drift, external_write,
+    wrong_group, external_write, drift,
 )  # fmt: skip
 
 
@@ -259,6 +267,12 @@ def threshold(case: Case) -> str:
     if limits.max_rel is not None and spread.max_rel > limits.max_rel:
         return f"max_rel {spread.max_rel:.6g} > {limits.max_rel:g}"
     return ""
+
+
+def over_ratio(case: Case) -> str:
+    """The user's limit on the ratio of norms, if these copies exceed it, as text."""
+    limit, ratio = case.config.thresholds.ratio, norm_ratio(case.seen)
+    return f"ratio {ratio:.6g} > {limit:g}" if limit is not None and ratio is not None and ratio > limit else ""
 
 
 def norm_ratio(seen: RowObservation) -> float | None:

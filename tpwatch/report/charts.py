@@ -180,7 +180,7 @@ def heat_map(rows: Sequence[str], stretches: Sequence[Stretch], steps: tuple[int
     height = row_height * len(rows)
     ground = el("rect", width=WIDTH, height=height, class_="ground")
     drawing = _svg([ground, rects], label, "heat", height)
-    names = [el("span", name) for name in (rows if tall else (rows[0], rows[-1]))]
+    names = [el("span", name, title=name) for name in (rows if tall else (rows[0], rows[-1]))]
     labels = el("div", names, class_=f"rows h{row_height}" if tall else "rows")
     return el("div", el("div", labels, drawing, _steps(first, last), class_="axes"), class_="chart")
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
 from tpwatch.config import Config
-from tpwatch.records import Finding, Summary
+from tpwatch.records import SEVERITIES, Finding, Summary
 from tpwatch.report.events import Event, RunEvents, parse_finding
 from tpwatch.report.summary import StepRow, summarize_events, timeline
 
@@ -85,7 +85,7 @@ class RunView:
 
 def view(run: RunEvents, title: str) -> RunView:
     """Put together what the report shows."""
-    summary = summarize_events(run)
+    summary = _in_natural_order(summarize_events(run))
     starts = {group: _last_start(events) for group, events in run.groups.items()}
     names = tuple(dict.fromkeys(str(name) for start in starts.values() for name in start.get("names", ())))
     first = next((start for start in starts.values() if start), {})
@@ -115,6 +115,16 @@ def natural(text: str) -> list[tuple[int, int, str]]:
 
 
 # ------------------------------------------------------------------------------------- findings
+
+
+def _in_natural_order(summary: Summary) -> Summary:
+    """Layer 2 before layer 10 among findings that are otherwise of one rank."""
+
+    def rank(finding: Finding) -> tuple[bool, int, int, list[tuple[int, int, str]]]:
+        severity = -SEVERITIES.index(finding.severity)
+        return (finding.role != "cause", severity, finding.first_step, natural(finding.parameter))
+
+    return replace(summary, findings=tuple(sorted(summary.findings, key=rank)))
 
 
 def _sightings(run: RunEvents) -> dict[Key, tuple[Sighting, ...]]:

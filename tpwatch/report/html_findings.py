@@ -127,7 +127,9 @@ def _more(rest: Sequence[Finding], view: RunView) -> Child:
 
 def _brief(finding: Finding) -> str:
     """Its most telling number."""
-    since = f"{finding.severity}, since step {finding.first_step}"
+    since = f"since step {finding.first_step}"
+    if finding.role == "cause":
+        since = f"{finding.severity}, {since}"
     if finding.max_abs > 0.0:
         return f"{since}, max abs {number(finding.max_abs)}"
     return since if finding.ratio is None else f"{since}, {TIMES} {number(finding.ratio)}"

@@ -116,7 +116,9 @@ def _ratio_panel(view: RunView) -> Html:
     if not ratios:
         return _panel("Largest difference measured", el("p", "No difference was measured.", class_="muted"))
     label = f"Largest ratio of gradient norms in findings: at most {number(max(ratios.values()))}"
-    chart = lines([Series("ratio", sorted(ratios.items()))], label)
+    # The ends make both charts span the same steps.
+    points = {view.steps[0].step: None, view.steps[-1].step: None, **ratios}
+    chart = lines([Series("ratio", sorted(points.items()))], label)
     return _panel("Largest gradient norm after / before, in findings", chart)
 
 
@@ -127,9 +129,10 @@ def timeline_data(view: RunView) -> list[tuple[int, int, int, float, float]]:
 
 
 def thinned(steps: Sequence[StepRow]) -> list[StepRow]:
-    """At most `POINTS_DRAWN` rows: each the worst of some neighbours, at the last of them."""
+    """At most `POINTS_DRAWN` rows and the first: each the worst of some neighbours, at the last of them."""
     size = -(-len(steps) // POINTS_DRAWN) or 1
-    return [_worst(steps[at : at + size]) for at in range(0, len(steps), size)]
+    first = [steps[0]] if size > 1 else []
+    return first + [_worst(steps[at : at + size]) for at in range(0, len(steps), size)]
 
 
 def _worst(rows: Sequence[StepRow]) -> StepRow:
@@ -146,7 +149,7 @@ def _agreement(view: RunView) -> Child:
     """A word where the timeline is flat although there are faults."""
     flat = not any(row.differing.get(point) for row in view.steps for point in ("param", "grad_post"))
     if flat and any(f.kind == "double-reduce" for f in view.summary.causes):
-        return el("p", "All copies agree at every step. The fault is one that all ranks share.", class_="point")
+        return el("p", "All copies agree at every checked step. The fault is one that all ranks share.", class_="point")
     return ""
 
 
