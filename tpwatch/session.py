@@ -122,6 +122,7 @@ class Session:
         self.world = list(range(dist.get_world_size()))
         self.store = default_store()
         self.round = next_round(self.store, "attach", self.rank)
+        self._leader: Leader | None = None
 
     def decline(self) -> Watch:
         """Tell the other ranks that this one is switched off, and wait for nobody."""
@@ -222,7 +223,8 @@ class Session:
         }
         facts = {"fingerprint": fingerprint, "versions": {**versions, **host.versions}}
         log.start(plan, self.config.start_step, self.config, **facts)
-        return Leader(log, fanout, os.environ.get("TPWATCH_LAUNCH_ID", ""))
+        self._leader = Leader(log, fanout, os.environ.get("TPWATCH_LAUNCH_ID", ""))
+        return self._leader
 
     def _engine(self, host: Host, monitor: Monitor, directory: str) -> Engine:
         plan = monitor.parts.plan
@@ -263,8 +265,8 @@ class Session:
         """Stay off: one warning for the job, not one per rank. What was built is taken down again."""
         if built is not None:
             built.call_off()
-            if built.monitor and isinstance(recorder := built.monitor.parts.recorder, Leader):
-                self.guard.attempt("closing", recorder.leave)
+        if self._leader is not None:
+            self.guard.attempt("closing", self._leader.leave)
         level = logging.WARNING if self.rank == 0 else logging.DEBUG
         logger.log(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
         return Watch(self.config, self.guard, reason=reason)

@@ -146,14 +146,14 @@ def replaced(rank: int, out: str) -> dict[str, Any]:
     watch.detach()
     logger.removeHandler(told)
     finalizer, held = seams(host)
-    before = watch._monitor.parts.exchange.collectives
+    before = watch.monitor.parts.exchange.collectives
     host.run.step(2)
     result = {
         "kept": finalizer is later_finalizer and held["step"] is later_step,
         "rest": held["prepare_grads"],
         "calls": calls,
         "told": told.said,
-        "silent": watch._monitor.parts.exchange.collectives == before,
+        "silent": watch.monitor.parts.exchange.collectives == before,
         "steps": watch.last_step,
     }
     host.run.close()

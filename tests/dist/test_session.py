@@ -117,7 +117,7 @@ def differing(rank: int, change: str, out: str, on_fault: str) -> dict[str, Any]
     model.rules = ["none"] * len(model.names)
     for step in range(1, 6):
         model.train(partials(model, rank, step))
-    plan = watch._monitor.parts.plan if watch._monitor else None
+    plan = watch.monitor.parts.plan if watch.monitor else None
     result = {
         "enabled": watch.enabled,
         "at_once": at_once,
@@ -430,7 +430,7 @@ def protocol(rank: int, out: str, what: str) -> dict[str, Any]:
         finalizes = {"never": 0, "twice": 2}.get(what, 1)
         model.train(partials(model, rank, step), finalizes=finalizes)
         findings.append(watch.findings)
-    collectives = watch._monitor.parts.exchange.collectives if watch._monitor else 0
+    collectives = watch.monitor.parts.exchange.collectives if watch.monitor else 0
     watch.finish()
     return {
         "named": [sorted({(f.kind, f.first_step) for f in step}) for step in findings],
@@ -470,8 +470,8 @@ def guarded(rank: int, out: str) -> tuple[int, bool]:
     """Train while everything inside the watch fails on rank 1: updates taken, still enabled."""
     model = toy()
     watch = attach(model, out, max_errors=2)
-    if rank == 1 and watch._monitor:
-        watch._monitor.parts.source.look = mock.Mock(side_effect=MemoryError)  # type: ignore[method-assign]
+    if rank == 1 and watch.monitor:
+        watch.monitor.parts.source.look = mock.Mock(side_effect=MemoryError)  # type: ignore[method-assign]
     for step in range(1, 6):
         model.train(partials(model, rank, step))
     watch.finish()

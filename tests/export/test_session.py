@@ -121,17 +121,18 @@ def test_a_sink_that_waits_for_ever_hinders_nobody(tmp_path: Path, gloo_ranks: R
     assert json.loads((tmp_path / "summary.json").read_text())["verdict"] == "faults"
 
 
-def refused(rank: int, out: str) -> list[str]:
-    """Attach where rank 1 fails to build; the target files that are left."""
+def refused(rank: int, out: str, failing: int) -> list[str]:
+    """Attach where one rank fails to build; the target files that are left."""
     targets = Path(out, "targets")
     settings = {"enabled": True, "port": 0, "file_sd": str(targets)}
-    _, watch = attach(f"{out}/run", fails_in="source" if rank == 1 else "", prometheus=settings)
+    _, watch = attach(f"{out}/run", fails_in="source" if rank == failing else "", prometheus=settings)
     dist.barrier()
     return [watch.reason, *(path.name for path in targets.glob("*"))]
 
 
-def test_a_watch_that_never_begins_exports_nothing(tmp_path: Path, gloo_ranks: Ranks) -> None:
-    """Another rank could not be built: the leader's port and target file are given back."""
-    for reason, *left in gloo_ranks(2, refused, str(tmp_path), timeout=60):
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_watch_that_never_begins_exports_nothing(failing: int, tmp_path: Path, gloo_ranks: Ranks) -> None:
+    """The leader or another rank could not be built: port and target file are given back."""
+    for reason, *left in gloo_ranks(2, refused, str(tmp_path), failing, timeout=60):
         assert "planted fault" in reason
         assert left == []

@@ -13,6 +13,7 @@ from tpwatch.records import Finding, StepReport, WatchPlan
 
 HOSTILE = (
     "</script><script>document.title='owned'</script>",
+    "</script x",
     "<!--<script>",
     '"><img src=x onerror="document.title=\'owned\'">',
     "x' onmouseover='document.title=1' y='",

@@ -165,6 +165,9 @@ def test_reserved_and_foreign_environment_variables_are_left_alone() -> None:
         ({"watch": {"declare": ["*.a"]}}, "watch.declare", "map patterns"),
         ({"watch": {"declare": {"*.a": "mean"}}}, "watch.declare['*.a']", "one of sum, avg"),
         ({"on_fault": False}, "on_fault", "one of ignore, log, warn, abort"),
+        ({"prometheus": {"port": 65536}}, "prometheus.port", "at most 65535"),
+        ({"prometheus": {"tls_cert": "a.pem"}}, "prometheus.tls_cert", "goes with prometheus.tls_key"),
+        ({"sinks": "wandb"}, "sinks", "list"),
     ],
 )
 def test_a_bad_value_is_an_error_with_knob_value_and_rule(values: dict[str, Any], knob: str, rule: str) -> None:

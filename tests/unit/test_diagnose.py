@@ -87,7 +87,7 @@ UNDECIDED = {
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "sketched"])
 @pytest.mark.parametrize("picture", HEALTHY.values(), ids=HEALTHY)
-def test_healthy_rows_of_the_table(picture: Picture, exact: bool) -> None:
+def test_healthy_rows_of_the_table(picture: Picture, *, exact: bool) -> None:
     """No finding, nothing unverified, nothing claimed to be unexercised."""
     run = watched(exact=exact)
     run.steps(8, picture)
@@ -98,7 +98,7 @@ def test_healthy_rows_of_the_table(picture: Picture, exact: bool) -> None:
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "sketched"])
 @pytest.mark.parametrize(("picture", "kind"), FAULTY.values(), ids=FAULTY)
-def test_faulty_rows_of_the_table(picture: Picture, kind: str, exact: bool) -> None:
+def test_faulty_rows_of_the_table(picture: Picture, kind: str, *, exact: bool) -> None:
     """One finding of that kind, a cause, dated to the first step whose gradients or values showed it."""
     run = watched(size=picture.size, exact=exact)
     run.steps(8, picture)
@@ -108,7 +108,7 @@ def test_faulty_rows_of_the_table(picture: Picture, kind: str, exact: bool) -> N
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "sketched"])
 @pytest.mark.parametrize("picture", UNDECIDED.values(), ids=UNDECIDED)
-def test_undecided_rows_of_the_table(picture: Picture, exact: bool) -> None:
+def test_undecided_rows_of_the_table(picture: Picture, *, exact: bool) -> None:
     """Neither a fault nor healthy: listed as unverified, however often it is seen."""
     run = watched(exact=exact)
     run.steps(20, picture)
@@ -184,7 +184,7 @@ PENDING = {
 @pytest.mark.parametrize(("kind", "picture"), PENDING.items(), ids=PENDING)
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_a_step_that_says_nothing_changes_nothing(
-    kind: str, picture: Picture, idle: Picture, after: int, exact: bool
+    kind: str, picture: Picture, idle: Picture, after: int, *, exact: bool
 ) -> None:
     """Zero gradients, or a call for another chunk, in the middle of a fault: neither continued, broken nor renamed."""
     if kind != "missing-reduce":
@@ -206,7 +206,7 @@ def test_idle_steps_leave_the_evidence_of_a_finding_alone() -> None:
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "sketched"])
-def test_every_other_step_silent_is_verified_all_the_same(exact: bool) -> None:
+def test_every_other_step_silent_is_verified_all_the_same(*, exact: bool) -> None:
     """A gather that hits a silent step is not one of those that decide."""
     run = watched(exact=exact, leaves_out_settled=True)
     run.steps(24, lambda step: summed(partials()) if step % 2 else silent())
@@ -219,7 +219,7 @@ def test_every_other_step_silent_is_verified_all_the_same(exact: bool) -> None:
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "sketched"])
 @pytest.mark.parametrize(("kind", "picture"), PENDING.items(), ids=PENDING)
 @pytest.mark.parametrize("after", [1, 2, 3])
-def test_a_comparison_of_values_hides_no_fault(kind: str, picture: Picture, after: int, exact: bool) -> None:
+def test_a_comparison_of_values_hides_no_fault(kind: str, picture: Picture, after: int, *, exact: bool) -> None:
     """A check before a save, in the middle of a fault, changes nothing about it."""
     run = watched(exact=exact, leaves_out_settled=True)
     run.steps(after, picture)
@@ -243,7 +243,7 @@ PATIENT = {
 
 @pytest.mark.parametrize("patience", [1, 2, 3, 5])
 @pytest.mark.parametrize(("picture", "exact", "late"), PATIENT.values(), ids=PATIENT)
-def test_patience_is_what_it_takes(picture: Picture, exact: bool, late: int, patience: int) -> None:
+def test_patience_is_what_it_takes(picture: Picture, late: int, patience: int, *, exact: bool) -> None:
     """Nothing one check before; then one finding dated back to the first step.
 
     What is flagged at one check is gathered at the next: sketches must agree `patience` times from
@@ -631,7 +631,7 @@ def test_past_ratio_a_scaled_copy_is_wrong(limit: float, kinds: list[str]) -> No
 
 
 @pytest.mark.parametrize(("limit", "found"), [(1.99, True), (2.01, False)])
-def test_past_ratio_a_double_sum_needs_no_patience(limit: float, found: bool) -> None:
+def test_past_ratio_a_double_sum_needs_no_patience(limit: float, *, found: bool) -> None:
     """The factor of a sum is a factor too."""
     run = watched(config=limited(ratio=limit))
     run.step(summed(copies()))
@@ -818,7 +818,7 @@ GREY = {
 
 
 @pytest.mark.parametrize(("deviation", "decided"), GREY.values(), ids=GREY)
-def test_between_copies_and_partials_lies_a_grey_zone(deviation: float, decided: bool) -> None:
+def test_between_copies_and_partials_lies_a_grey_zone(deviation: float, *, decided: bool) -> None:
     """Left alone it is drift below, a missing sum above, and undecided between."""
     run = watched()
     run.steps(20, kept(akin(deviation)))
@@ -827,7 +827,7 @@ def test_between_copies_and_partials_lies_a_grey_zone(deviation: float, decided:
 
 
 @pytest.mark.parametrize(("deviation", "decided"), GREY.values(), ids=GREY)
-def test_a_sum_in_the_grey_zone_is_not_called_healthy(deviation: float, decided: bool) -> None:
+def test_a_sum_in_the_grey_zone_is_not_called_healthy(deviation: float, *, decided: bool) -> None:
     """Near copies summed are a fault and partials summed are right: between them nothing is claimed."""
     run = watched()
     run.steps(20, summed(akin(deviation)))
@@ -907,7 +907,7 @@ def test_calls_do_not_break_each_others_streak() -> None:
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "sketched"])
 @pytest.mark.parametrize("own", [1, 2])
 @pytest.mark.parametrize("pristine", [True, False])
-def test_a_parameter_of_one_chunk_is_judged_by_its_call(own: int, exact: bool, pristine: bool) -> None:
+def test_a_parameter_of_one_chunk_is_judged_by_its_call(own: int, *, exact: bool, pristine: bool) -> None:
     """In the other call it is out of scope: values that move apart there are no external write."""
     run = watched(exact=exact, pristine=pristine)
     for step in range(1, 9):

@@ -178,6 +178,20 @@ def test_handing_over_never_waits(place: Place, gate: threading.Event) -> None:
     assert place.health.losses["slow"].dropped >= 10_000 - 7
 
 
+def test_handing_over_costs_microseconds(place: Place) -> None:
+    """Half of the calls take less than 50 (measured: about 3), with a sink at work beside."""
+    fanout = fan(place, {"good": Keeps()})
+    line = json.dumps({"event": "check", "step": 1, "differing": {"param": 1}})
+    taken = []
+    for _ in range(1001):
+        began = time.perf_counter()
+        fanout.hand_over(line)
+        taken.append(time.perf_counter() - began)
+        time.sleep(0.0002)
+    fanout.close()
+    assert sorted(taken)[500] < 50e-6
+
+
 def test_the_end_waits_for_a_stuck_sink_no_longer_than_its_patience(
     place: Place, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -235,7 +235,7 @@ class Diagnosis:
         (unsettled.discard if settled else unsettled.add)(index)
 
     def _grown(self, fresh: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Findings whose count or spread doubled since last written: an event file stays short, and useful after a kill."""
+        """Findings whose count or spread has doubled: an event file stays short, and useful after a kill."""
         names = {f.parameter for f in fresh}
         due = []
         for index, finding in self._roots.items():

@@ -1,0 +1,69 @@
+#!/usr/bin/env python3
+"""Draw the pictures of docs/report.md: a real faulty run of the laboratory, reported on, in a real browser.
+
+scripts/draw_report.py   (needs the extras lab and dev, and the system packages chromium and chromium-driver)
+"""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PICTURES = Path(__file__).parents[1] / "docs" / "images"
+
+FAULTS = {"ple-double-sum": "light", "custom-module-unsynced-nosp": "dark"}
+"""Entry of the catalogue and the look its report is drawn in."""
+
+WIDTH, HEIGHT = 1280, 1800
+
+
+def main() -> None:
+    """Train, report and draw, once per picture."""
+    PICTURES.mkdir(exist_ok=True)
+    browser = open_browser()
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            for fault, look in FAULTS.items():
+                run = Path(scratch) / fault
+                tpwatch("demo", "--fault", fault, "--tp", "2", "--steps", "30", "--out", str(run))
+                tpwatch("report", str(run), "--html")
+                picture = PICTURES / f"report-{look}.png"
+                picture.write_bytes(draw(browser, run / "report.html", look))
+                print(picture)
+    finally:
+        browser.quit()
+
+
+def tpwatch(*arguments: str) -> None:
+    """Run the command and stop if it fails."""
+    subprocess.run([sys.executable, "-m", "tpwatch", *arguments], check=True)
+
+
+def open_browser() -> Any:  # noqa: ANN401 - selenium is not typed
+    """A headless browser that asks nobody for anything."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = "/usr/bin/chromium"
+    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
+        options.add_argument(flag)
+    return webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+
+
+def draw(browser: Any, page: Path, look: str) -> bytes:  # noqa: ANN401 - selenium is not typed
+    """The upper part of a page as PNG."""
+    scheme = {"name": "prefers-color-scheme", "value": look}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    size = {"width": WIDTH, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get(page.as_uri())
+    return base64.b64decode(browser.execute_cdp_cmd("Page.captureScreenshot", {})["data"])
+
+
+if __name__ == "__main__":
+    main()
