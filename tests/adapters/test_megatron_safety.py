@@ -35,9 +35,7 @@ def test_a_rank_with_the_kill_switch_leaves_all_ranks_unwatched_and_bit_identica
     off = [{}, {"TPWATCH_DISABLED": "1"}]
     first, second = tmp_path / "off.json", tmp_path / "never.json"
     ended = _runs.ranks(_runs.worker("ple-double-sum", tmp_path / "run", 8, f"--losses={first}"), 2, env=off)
-    plain = _runs.ranks(
-        _runs.worker("ple-double-sum", tmp_path / "none", 8, f"--losses={second}", "--no-watch"), 2
-    )
+    plain = _runs.ranks(_runs.worker("ple-double-sum", tmp_path / "none", 8, f"--losses={second}", "--no-watch"), 2)
     assert (ended.codes, plain.codes) == ([0, 0], [0, 0])
     assert ended.output.count("tpwatch: off on all ranks: rank 1: switched off") == 1
     assert not list(tmp_path.glob("run/events.*"))

@@ -40,10 +40,10 @@ def test_an_unmodified_script_is_diagnosed(tmp_path: Path, optimizer: tuple[str,
 def test_a_healthy_script_is_clean_and_trains_the_same_to_the_last_bit(tmp_path: Path) -> None:
     """Exactly the losses of a run without tpwatch."""
     files = [tmp_path / "watched.json", tmp_path / "plain.json"]
-    watched = run_python(
-        *TORCHRUN, "-m", "tpwatch.run", "--out", tmp_path / "run", SCRIPT, "--steps=8", f"--losses={files[0]}", env=QUIET
-    )
-    plain = run_python(*TORCHRUN, SCRIPT, "--steps=8", f"--losses={files[1]}", env=QUIET)
+    script = (SCRIPT, "--steps=8")
+    runner = ("-m", "tpwatch.run", "--out", tmp_path / "run")
+    watched = run_python(*TORCHRUN, *runner, *script, f"--losses={files[0]}", env=QUIET)
+    plain = run_python(*TORCHRUN, *script, f"--losses={files[1]}", env=QUIET)
     assert (watched.returncode, plain.returncode) == (0, 0), watched.stderr + plain.stderr
     assert _runs.summary(tmp_path / "run")["verdict"] == "clean"
     assert json.loads(files[0].read_text()) == json.loads(files[1].read_text())

@@ -1,6 +1,6 @@
 """DP2xTP2 in which only the first TP group has the fault; says how every rank ended.
 
-    fault_in_one_group.py OUT ON_FAULT
+fault_in_one_group.py OUT ON_FAULT [FAULT]
 """
 
 import sys
@@ -38,6 +38,8 @@ try:
         run.step(step)
 except tpwatch.ReplicaFault as fault:
     view = watch.job_view
-    print(f"rank {rank} stopped at step {fault.step} in step {step}: {len(fault.findings)} own, {dict(view.counts)}", flush=True)
+    own, all_groups = len(fault.findings), dict(view.counts)
+    sys.stdout.write(f"rank {rank} stopped at step {fault.step} in step {step}: {own} own, {all_groups}\n")
+    sys.stdout.flush()
     watch.abandon()
 dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """A training script that lets ReplicaFault out, after saying at which step it was raised."""
 
+import sys
+
 import torch
 import torch.distributed as dist
 
@@ -19,5 +21,6 @@ try:
     for step in range(1, 20):
         run.step(step)
 except tpwatch.ReplicaFault as fault:
-    print("fault at step", fault.step, flush=True)
+    sys.stdout.write(f"fault at step {fault.step}\n")
+    sys.stdout.flush()
     raise
