@@ -17,6 +17,7 @@ import argparse
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 from _ranks import Record, now, scratch
@@ -81,7 +82,9 @@ class Loop:
 
     def _run(self, *command: str) -> str:
         env = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1])}
-        done = subprocess.run(command, cwd=self.folder, env=env, check=True, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=self.folder, env=env, check=False, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
         return done.stdout + done.stderr
 
 

@@ -7,13 +7,16 @@ scripts/draw_report.py   (needs the extras lab and dev, and the system packages 
 from __future__ import annotations
 
 import base64
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-PICTURES = Path(__file__).parents[1] / "docs" / "images"
+ROOT = Path(__file__).resolve().parents[1]
+PICTURES = ROOT / "docs" / "images"
 
 FAULTS = {"ple-double-sum": "light", "custom-module-unsynced-nosp": "dark"}
 """Entry of the catalogue and the look its report is drawn in."""
@@ -28,19 +31,20 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as scratch:
             for fault, look in FAULTS.items():
-                run = Path(scratch) / fault
-                tpwatch("demo", "--fault", fault, "--tp", "2", "--steps", "30", "--out", str(run))
-                tpwatch("report", str(run), "--html")
+                tpwatch(scratch, "demo", "--fault", fault, "--tp", "2", "--steps", "30", "--out", fault)
+                tpwatch(scratch, "report", fault, "--html")
                 picture = PICTURES / f"report-{look}.png"
-                picture.write_bytes(draw(browser, run / "report.html", look))
+                picture.write_bytes(draw(browser, Path(scratch, fault, "report.html"), look))
                 print(picture)
     finally:
         browser.quit()
 
 
-def tpwatch(*arguments: str) -> None:
-    """Run the command and stop if it fails."""
-    subprocess.run([sys.executable, "-m", "tpwatch", *arguments], check=True)
+def tpwatch(directory: str, *arguments: str) -> None:
+    """Run the command in a directory and stop if it fails."""
+    search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": search}
+    subprocess.run([sys.executable, "-m", "tpwatch", *arguments], check=True, cwd=directory, env=environment)
 
 
 def open_browser() -> Any:  # noqa: ANN401 - selenium is not typed
@@ -49,10 +53,16 @@ def open_browser() -> Any:  # noqa: ANN401 - selenium is not typed
     from selenium.webdriver.chrome.service import Service
 
     options = webdriver.ChromeOptions()
-    options.binary_location = "/usr/bin/chromium"
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking"):
+    options.binary_location = shutil.which("chromium") or ""
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--hide-scrollbars",
+    ):
         options.add_argument(flag)
-    return webdriver.Chrome(options=options, service=Service("/usr/bin/chromedriver"))
+    return webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
 
 
 def draw(browser: Any, page: Path, look: str) -> bytes:  # noqa: ANN401 - selenium is not typed

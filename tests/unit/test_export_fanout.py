@@ -144,8 +144,11 @@ def test_one_that_raises_loses_its_own_events(place: Place, caplog: pytest.LogCa
     assert "tpwatch: sink bad failed 7 times and dropped 0 events; the event file has them all" in said
 
 
-def test_one_that_waits_loses_its_own_events(place: Place, gate: threading.Event) -> None:
+def test_one_that_waits_loses_its_own_events(
+    place: Place, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its queue fills, the rest is dropped and counted, and the neighbour is complete."""
+    monkeypatch.setattr("tpwatch.export.fanout.LOOK_IN", 0.005)
     slow, good = Waits(gate), Keeps()
     fanout = fan(place, {"slow": slow, "good": good}, capacity=5)
     hand_over(fanout, 1)

@@ -41,11 +41,15 @@ def test_a_finished_run_is_shown_once(tmp_path: Path, capsys: pytest.CaptureFixt
 
 
 def test_a_long_run_is_not_told_from_the_start(tmp_path: Path) -> None:
-    """Lines are for the last steps only."""
+    """Of the steps before the first look only the last ones; of later ones none is left out."""
     said: list[str] = []
-    Plain(said.append).show(read_state(write_run(tmp_path, plan("a"), checks=steps(200))))
-    assert len(said) == ROWS_SHOWN
+    screen = Plain(said.append)
+    screen.show(read_state(write_run(tmp_path, plan("a"), checks=steps(200))))
+    assert len(said) <= ROWS_SHOWN + 1
     assert said[-1].startswith("  step 200,")
+    before = len(said)
+    screen.show(read_state(write_run(tmp_path, plan("a"), checks=steps(250)[200:])))
+    assert [line.split(",")[0] for line in said[before:]] == [f"  step {step}" for step in range(201, 251)]
 
 
 def test_a_running_job_is_followed_until_it_ends(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ logger = logging.getLogger("tpwatch")
 CAPACITY = 8192
 """Events that a sink may be behind; what comes on top is dropped."""
 
-LOOK_IN = 0.05
+LOOK_IN = 0.2
 """Seconds between two looks into a queue. Waking the thread at each event would cost the training thread a system call,
 and often its processor: tens of microseconds, at times milliseconds, against a fraction of one for appending."""
 

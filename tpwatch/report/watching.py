@@ -97,10 +97,12 @@ class Plain:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._lines = Lines(say)
+        self._before = 0
 
     def show(self, state: State) -> None:
-        """Write what was not there before; of many new steps the last ones."""
-        self._lines.show(state.steps[-ROWS_SHOWN:], state.summary.findings)
+        """Write what was not there before; of the steps before the first look only the last ones."""
+        self._before = self._before or max(1, len(state.steps) - ROWS_SHOWN)
+        self._lines.show(state.steps[self._before - 1 :], state.summary.findings)
 
 
 class Redrawn:
