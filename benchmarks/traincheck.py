@@ -59,7 +59,8 @@ class Loop:
         folder.mkdir()
         (folder / "loop.py").write_text(PROGRAM.format(sizes=sizes, steps=steps))
         torchrun = f"{bin_directory}/python -m torch.distributed.run --standalone --nproc_per_node 2"
-        (folder / "launch.sh").write_text(f"{torchrun} loop.py\n")
+        # TrainCheck sets a search path of its own for the script.
+        (folder / "launch.sh").write_text(f"export PYTHONPATH={Path(__file__).parents[1]}\n{torchrun} loop.py\n")
 
     def plain(self) -> list[float]:
         """Seconds of each step without TrainCheck."""
@@ -81,7 +82,7 @@ class Loop:
         return [float(seconds) for seconds in re.findall(r"step took ([0-9.]+)", self._run(*command))][WARM:]
 
     def _run(self, *command: str) -> str:
-        env = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1])}
+        env = {**os.environ, "PATH": f"{self._bin}:{os.environ['PATH']}"}
         done = subprocess.run(command, cwd=self.folder, env=env, check=False, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"{' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}")
