@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from tpwatch.errors import ReplicaFault
@@ -80,12 +81,8 @@ class Guard:
         self._logged.add(key)
         left = self.limit - self.errors
         after = f"disabled after {left} more" if left > 0 else "tpwatch will disable itself on all ranks"
-        logger.warning(
-            "tpwatch internal error in %s (training is not affected; %s)",
-            what,
-            after,
-            exc_info=error,
-        )
+        with suppress(Exception):  # the job's own log handler is broken: there is nowhere left to say so
+            logger.warning("tpwatch internal error in %s (training is not affected; %s)", what, after, exc_info=error)
 
 
 def shield(fn: Callable[..., Any], *args: Any) -> tuple[bool, Any]:

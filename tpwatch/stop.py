@@ -16,6 +16,9 @@ from tpwatch.errors import ReplicaFault
 from tpwatch.job import Job, JobView, Word
 from tpwatch.monitor import Monitor
 
+SILENCE = Word(stop=False, save=False, counts={}, ratio=0.0, max_abs=0.0)
+"""What a rank says that could not work out its word: it comes to the meeting all the same."""
+
 
 class Stop:
     """The policy of one rank towards the whole job."""
@@ -39,7 +42,8 @@ class Stop:
         """
         if not self._config.checked(step, self._config.start_step):
             return
-        view = self._guard.attempt("meeting of the job", self._job.meet, step, self._word()).value
+        word = self._guard.attempt("the word of this group", self._word).value or SILENCE
+        view = self._guard.attempt("meeting of the job", self._job.meet, step, word).value
         if view is None:
             return
         self.view = view

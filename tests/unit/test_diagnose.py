@@ -1,4 +1,4 @@
-"""From pictures to findings: the table of what can be concluded, patience, roles, severity, and what is asked for."""
+"""Where several rules meet: what is open or idle, what was declared, what came first, what a finding says."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.unit._builders import (
 )
 from tpwatch.config import Config, Thresholds
 from tpwatch.diagnose import Diagnosis, layout_finding, presence_finding, skipped_finding
-from tpwatch.records import Finding
+from tpwatch.diagnose.rules import BY_KIND
 
 MOVED = apart(by=0.5, vector=VALUE)
 """Values of two ranks that are far apart."""
@@ -43,16 +43,6 @@ FINITE: Vector = (1.0, 1.0, 1.0, 1.0)
 
 UNEVEN = kept([GRADIENT, None])
 
-
-# ------------------------------------------------------------------------------------------- the table
-
-HEALTHY = {
-    "copies, none": kept(copies()),
-    "copies, avg": averaged(copies()),
-    "near copies, avg": averaged(apart()),
-    "partials, sum": summed(partials()),
-    "partials, sum equal only to rounding": loose_sum(),
-}
 
 FAULTY = {
     "near copies, none, not bit-identical": (kept(apart()), "drift"),
@@ -69,12 +59,16 @@ FAULTY = {
     "not finite": (kept([NAN, NAN]), "nonfinite"),
 }
 
-UNDECIDED = {
-    "silent, post not zero": Picture([(0.0,) * 4] * 2, copies()),
-    "copies, scaled": times(0.7, copies()),
-    "copies, other": Picture(copies(), [(2.0, 1.0, -1.0, 0.5)] * 2),
-    "partials, other": Picture(partials(), copies()),
-}
+
+@pytest.mark.parametrize(("picture", "kind"), FAULTY.values(), ids=FAULTY)
+def test_every_finding_is_complete(picture: Picture, kind: str) -> None:
+    """Code, advice, ranks of the plan and a confidence below certainty stand in each kind that a diagnosis makes."""
+    run = watched(size=picture.size)
+    run.steps(8, picture)
+    assert (run.only.kind, run.only.code) == (kind, BY_KIND[kind].code)
+    assert run.only.advice == BY_KIND[kind].next_step
+    assert run.only.ranks == tuple(range(picture.size))
+    assert 0.0 < run.only.confidence <= 0.99
 
 
 # ------------------------------------------------------------------------------- exercised or not
@@ -167,16 +161,13 @@ def test_patience_is_what_it_takes(picture: Picture, late: int, patience: int, *
     What is flagged at one check is gathered at the next: sketches must agree `patience` times from
     the second step on, so they are one step late; gathered elements decide at their first gather.
     """
-    needed = max(patience + late, 2 if "gathered" not in str(late) and _needs_a_gather(picture) else 1)
+    gathered_first = picture.before[0] != picture.before[1]
+    needed = max(patience + late, 2 if gathered_first else 1)
     run = watched(config=Config(patience=patience), exact=exact)
     run.steps(needed - 1, picture)
     assert run.findings == []
     run.step(picture)
     assert (run.only.first_step, run.only.last_step) == (1, needed)
-
-
-def _needs_a_gather(picture: Picture) -> bool:
-    return picture.before[0] != picture.before[1]
 
 
 @pytest.mark.parametrize(
@@ -394,6 +385,32 @@ def test_an_overflow_that_persists_is_a_fault() -> None:
     assert (run.only.kind, run.only.first_step) == ("nonfinite", 5)
 
 
+def test_nonfinite_is_placed_where_it_began() -> None:
+    """The update of step 3 spoils the values of step 4: the gradient of step 3 came first."""
+    run = watched()
+    run.steps(2, kept(copies()))
+    run.step(kept([NAN, NAN]))
+    run.steps(2, kept([NAN, NAN], values=[NAN, NAN]))
+    assert (run.only.point, run.only.first_step) == ("grad_pre", 3)
+
+
+def test_nonfinite_values_are_dated_to_their_update() -> None:
+    """A value that is not finite at step 3 was made by update 2."""
+    run = watched()
+    run.steps(2, kept(copies()))
+    run.steps(3, kept([NAN, NAN], values=[NAN, NAN]))
+    assert (run.only.point, run.only.first_step) == ("param", 2)
+
+
+def test_a_comparison_of_values_breaks_no_row_of_nonfinite_gradients() -> None:
+    """It has no gradients, finite or not."""
+    run = watched()
+    run.steps(2, kept([NAN, NAN]))
+    run.values(kept([NAN, NAN]))
+    run.step(kept([NAN, NAN]))
+    assert (run.only.kind, run.only.count) == ("nonfinite", 3)
+
+
 def test_values_that_differ_at_a_skipped_first_step_are_an_init_mismatch() -> None:
     """The first steps of fp16 training overflow; the initial values were compared all the same."""
     run = watched(loss_scaler=True)
@@ -472,6 +489,8 @@ DECLARED = {
     "grey left alone, declared sum": ("sum", kept(akin(0.06)), "missing-reduce"),
     "near copies left alone, declared avg": ("avg", kept(apart()), "drift"),
     "grey sum, declared sum": ("sum", summed(akin(0.06)), None),
+    "partials left alone, declared avg": ("avg", kept(partials()), "missing-reduce"),
+    "partials left alone, declared none": ("none", kept(partials()), "drift"),
 }
 
 
@@ -482,6 +501,21 @@ def test_a_declared_rule_beats_inference(rule: str, picture: Picture, kind: str 
     run.steps(8, picture)
     assert [f.kind for f in run.findings] == ([kind] if kind else [])
     assert run.diagnosis.unverified == ()
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("sum", "sum"), ("avg", "avg")])
+def test_a_missing_reduction_names_the_declared_one(rule: str, expected: str) -> None:
+    """What was expected is what the user said."""
+    run = watched(spec("p", rule=rule, declared=True))
+    run.steps(4, kept(partials()))
+    assert run.only.expected == expected
+
+
+def test_declared_none_is_information_while_nothing_moves() -> None:
+    """The user knows that nobody reduces it; only values that move apart ever faster would be news."""
+    run = watched(spec("p", rule="none", declared=True))
+    run.steps(8, kept(partials()))
+    assert not run.only.counts
 
 
 # ----------------------------------------------------------------------------- several calls in a step
@@ -540,9 +574,6 @@ def test_values_never_seen_equal_are_no_external_write() -> None:
         run.step(outside(values=MOVED))
         run.step(kept(copies(), values=MOVED), call=2)
     assert run.only.kind == "init-mismatch"
-
-
-# ------------------------------------------------------------------------------------------- odd ranks
 
 
 # ---------------------------------------------------------------- findings that no row of the plan led to
@@ -604,16 +635,3 @@ def test_evidence_travels_in_the_finding() -> None:
     assert run.only.evidence["norms_pre"] == list(seen.norms_pre)
     assert run.only.evidence["deviation_pre"] == seen.deviation_pre
     assert run.only.evidence["camps_grad_post"] == [[0], [1], [2]]
-
-
-def test_every_finding_is_complete() -> None:
-    """Code, advice and ranks of the plan stand in each kind that a diagnosis makes."""
-    for picture, kind in FAULTY.values():
-        run = watched(size=picture.size)
-        run.steps(8, picture)
-        finding: Finding = run.only
-        assert finding.kind == kind
-        assert finding.code.startswith("TPW")
-        assert finding.advice
-        assert finding.ranks == tuple(range(picture.size))
-        assert 0.0 < finding.confidence <= 0.99

@@ -36,7 +36,7 @@ class Thresholds(Section):
     ratio: PositiveAmount | None = None
     """Largest norm(after) / norm(before) over the reduction tolerated for gradient copies."""
     rel_floor: Amount = 1e-3
-    """Elements below this part of their tensor's largest do not enter `max_rel`."""
+    """Values smaller than this (absolute) do not enter `max_rel`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

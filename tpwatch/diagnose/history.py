@@ -28,6 +28,9 @@ scores 0.75, and four values in random order reach 0.9 once in 24 times, and the
 JUMP = 10.0
 """A spread this many times the median of the earlier ones is a jump, not growth."""
 
+RECENT = 3
+"""Gathers that must agree on the applied reduction."""
+
 TREND = 4
 """Observed spreads needed before a trend is read from them."""
 
@@ -64,12 +67,16 @@ class History:
     apart."""
     values_equal_at_onset: bool = True
     deviations: deque[float] = field(default_factory=lambda: deque(maxlen=16))
-    reductions: deque[compare.Reduction] = field(default_factory=lambda: deque(maxlen=16))
+    reductions: deque[compare.Reduction] = field(default_factory=lambda: deque(maxlen=RECENT))
+    """The latest gathers only: a reduction that changes in mid-run is to be named, not outvoted by its past."""
     spreads: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     """Euclidean norm of the elementwise spread of the values, one per gather.
 
     Not max_abs: in bf16 that is one ULP of the largest element from the first flip on, however many
     follow."""
+    deviating: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    """Relative spread of the values by sketch, one per gather that had no room for the elements: the trend of tensors
+    above `explain.gather_bytes`."""
     nonfinite_streak: int = 0
     nonfinite_since: int = 0
     nonfinite_point: str = ""
@@ -100,6 +107,8 @@ class History:
         self.gathers += 1
         if evidence.param is not None:
             self.spreads.append(evidence.param.l2)
+        elif evidence.deviation_param > 0.0:
+            self.deviating.append(evidence.deviation_param)
         if idle:
             self._learn_values(evidence)
             return
@@ -154,13 +163,14 @@ class History:
 
         `constant` until it is known.
         """
-        if len(self.spreads) < TREND:
+        series = list(self.spreads or self.deviating)
+        if len(series) < TREND:
             return "constant"
-        first, *earlier, last = self.spreads
+        first, *earlier, last = series
         typical = compare.median([first, *earlier])
         if typical and last > JUMP * typical:
             return "jump"
-        return "growing" if last >= GROWTH * first and rising(list(self.spreads)) >= ORDERED else "constant"
+        return "growing" if last >= GROWTH * first and rising(series) >= ORDERED else "constant"
 
 
 def rising(series: list[float]) -> float:
