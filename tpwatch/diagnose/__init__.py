@@ -145,7 +145,7 @@ class Diagnosis:
         else:
             history.last = seen
         if evidence is not None:
-            history.learn(evidence, idle=idle)
+            history.learn(evidence, (at.step, self.checks), idle=idle)
         if not idle:
             self._mark(seen, history, at.step)
         return self._case(seen, history)
@@ -170,6 +170,7 @@ class Diagnosis:
 
     def _mark(self, seen: RowObservation, history: History, step: int) -> None:
         history.exercised = True
+        history.note_parted(step, same=seen.post.same)
         if seen.pre.same and seen.param.same and not seen.pre.nonfinite_hi and history.copies_at is None:
             history.copies_at = self.checks
         if seen.post.same or not seen.present_lo:
@@ -219,19 +220,20 @@ class Diagnosis:
 
     def _settle(self, case: Case, verdict: Verdict | None, call: int) -> None:
         """Remember what may be claimed about a parameter, and whether unchanged rows of it can be left out."""
-        index, history = case.seen.index, case.history
+        index, history, unsettled = case.seen.index, case.history, self._unsettled_of(call)
         if case.seen.in_scope:
             self._seen.add(index)
         if case.pattern in compare.IDLE and verdict is None:
-            if not history.suspicion:  # else what is open stays open: such a step tells nothing
-                self._unsettled_of(call).discard(index)
+            if not case.seen.param.same:
+                unsettled.add(index)
+            elif not history.suspicion:  # else what is open stays open: such a step tells nothing
+                unsettled.discard(index)
             return
         status = self._status[max(call, 1), index] = "fault" if verdict else judges.status(case)
         if history.suspicion in ("changed", "unreduced", "apart"):
             self._partial.add(index)
         looks = min(history.streak, history.decisive) if history.suspicion == "changed" else history.streak
         settled = status == "healthy" and looks >= self.config.patience
-        unsettled = self._unsettled_of(call)
         (unsettled.discard if settled else unsettled.add)(index)
 
     def _grown(self, fresh: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -49,6 +49,8 @@ def streak(case: Case, verdict: Verdict) -> int:
     """Checks in a row that showed this fault; values that differ at the start show it with or without a gradient."""
     if verdict.kind == "nonfinite":
         return case.history.nonfinite_streak
+    if verdict.kind == "wrong-group":
+        return case.history.parted_streak
     return max(1, case.history.streak) if verdict.kind == "init-mismatch" else case.history.streak
 
 
@@ -86,7 +88,9 @@ def _first_step(case: Case, verdict: Verdict) -> int:
         return case.history.nonfinite_since
     if verdict.point == "param" and case.history.values_differ_at is not None:
         return case.history.values_differ_at
-    if verdict.kind in ("drift", "wrong-group") and case.history.diverged_at is not None:
+    if verdict.kind == "wrong-group":
+        return case.history.parted_since
+    if verdict.kind == "drift" and case.history.diverged_at is not None:
         return case.history.diverged_at
     return case.history.since
 

@@ -58,6 +58,9 @@ class History:
     zero."""
     diverged_at: int | None = None
     """First step whose reduced gradient was not bit-identical, in whichever finalizer call."""
+    parted_since: int = 0
+    parted_streak: int = 0
+    """First step and number of the exercised checks in a row whose reduced gradient was not bit-identical."""
     values_were_equal: bool = False
     """True once values were seen bit-identical: only then can something have set them apart."""
     values_differ_at: int | None = None
@@ -98,11 +101,11 @@ class History:
         self.reductions.clear()
         self.evidence = None
 
-    def learn(self, evidence: Evidence, *, idle: bool = False) -> None:
+    def learn(self, evidence: Evidence, at: tuple[int, int], *, idle: bool = False) -> None:
         """Add what tier 2 gathered.
 
-        Deviation, applied reduction, and the elementwise spread of the values. In an `idle` step there was no
-        gradient: what is known about it stays.
+        Deviation, applied reduction, and the elementwise spread of the values. `at` is the step and the check. In an
+        `idle` step there was no gradient: what is known about it stays.
         """
         self.gathers += 1
         if evidence.param is not None:
@@ -116,7 +119,14 @@ class History:
         self.decisive += 1
         if evidence.deviation_pre > 0.0:
             self.deviations.append(evidence.deviation_pre)
-            self.reductions.append(compare.reduction(evidence))
+            self._learn_reduction(compare.reduction(evidence), at)
+
+    def _learn_reduction(self, applied: compare.Reduction, at: tuple[int, int]) -> None:
+        """Another reduction than before is another explanation: it began no earlier than where it was first seen."""
+        if self.reductions and self.reductions[-1] != applied:
+            self.since, self.since_check = at
+            self.streak = 1
+        self.reductions.append(applied)
 
     def _learn_values(self, evidence: Evidence) -> None:
         known = self.evidence or replace(evidence, zero_ranks=())
@@ -126,6 +136,12 @@ class History:
             camps_param=evidence.camps_param,
             param=evidence.param or known.param,
         )
+
+    def note_parted(self, step: int, *, same: bool) -> None:
+        """Continue or end the row of checks whose reduced gradient is not the same on all ranks."""
+        if not self.parted_streak:
+            self.parted_since = step
+        self.parted_streak = 0 if same else self.parted_streak + 1
 
     def note_nonfinite(self, seen: RowObservation, step: int, update: int) -> None:
         """Continue the streak of non-finite steps, or begin it; a value is dated to the update that made it."""
