@@ -12,9 +12,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 
 SOURCE = "tpwatch/fingerprint/_native.c"
-PYTHON_FLOOR = (
-    "0x030A0000"  # the stable ABI of Python 3.10, so that one wheel serves all later ones
-)
+PYTHON_FLOOR = "0x030A0000"  # the stable ABI of Python 3.10, so that one wheel serves all later ones
 
 
 def native_extensions() -> list[Extension]:

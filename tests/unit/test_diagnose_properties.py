@@ -267,3 +267,18 @@ def test_a_healthy_run_has_no_finding(size: int, looks: list[int], exact: bool) 
     for look in looks:
         run.step(healthy[look])
     assert run.findings == []
+
+
+@steadily
+@given(stories())
+def test_leaving_out_settled_rows_changes_nothing(story: Story) -> None:
+    """The monitor hands over only what changed or is open: same faults, same steps, same questions."""
+
+    def brief(run: Run) -> list[tuple[object, ...]]:
+        return [(f.kind, f.parameter, f.role, f.first_step, f.last_step, f.severity) for f in run.findings]
+
+    one, other = story.tell(), story.tell(leaves_out_settled=True)
+    assert brief(other) == brief(one)
+    assert other.asked == one.asked
+    assert other.diagnosis.unverified == one.diagnosis.unverified
+    assert other.diagnosis.not_exercised == one.diagnosis.not_exercised
