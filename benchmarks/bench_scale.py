@@ -18,10 +18,10 @@ Modelled, where this machine ends:
   first one is fitted to the all-reduces of this machine. A check is two of them, over its own replica group: groups
   work side by side, and the size of the job is not in the formula. "A group of 10,000" is the worst case, every
   parameter a replica on every rank.
-- Attach takes time in proportion to the ranks, since one leader reads every rank's word: the line through the measured
-  points is continued to 10,000. The threads share one interpreter lock with the leader, which real ranks do not, so
-  this is an upper bound; but ranks that wait ask the store again and again, and the note says how many such questions
-  it would have to answer.
+- Attach takes time in proportion to the ranks, since one leader reads every rank's word: the time a rank took in the
+  largest job measured is continued to 10,000. The threads share one interpreter lock with the leader, which real ranks
+  do not, so this is an upper bound; but ranks that wait ask the store again and again, and the note says how many such
+  questions it would have to answer.
 """
 
 from __future__ import annotations
@@ -181,21 +181,16 @@ def attach(date: str, asked: list[float], tiny: bool) -> None:  # noqa: FBT001
     """Attach of a whole job, measured and continued; `asked`: seconds that a store took for `requests`."""
     jobs = {size: Job(size) for size in ((2, 4) if tiny else STORE_RANKS)}
     times = measure([Subject(f"{size} ranks", job) for size, job in jobs.items()], rounds=1 if tiny else 5)
-    medians = map(statistics.median, times.values())
-    slope, start = line(list(zip(jobs, medians, strict=True)))
+    size = max(jobs)
+    a_rank = statistics.median(times[f"{size} ranks"]) / size
     rate = ASKING * QUESTIONS / statistics.median(asked)
     polls = f"10,000 waiting ranks ask {10000 / LONGEST_POLL:,.0f} times a second, where a store answered {rate:,.0f}."
-    note = f"Ranks are threads: an upper bound. {slope * 1e6:.0f} us a rank. {polls}"
+    note = f"Ranks are threads: an upper bound. {a_rank * 1e6:.0f} us a rank of {size}. {polls}"
     report = Record("scale_attach", note, date=date, tiny=tiny)
     report.add("measured: the meetings at attach", times, {})
-    model = {f"{ranks:,} ranks": [max(start, 0.0) + slope * ranks] for ranks in (1000, 10000)}
+    model = {f"{ranks:,} ranks": [a_rank * ranks] for ranks in (1000, 10000)}
     report.add("modelled: the meetings at attach", model, {})
     report.add("measured: the store", {f"{ASKING * QUESTIONS:,} questions, {ASKING} processes": asked}, {})
-
-
-def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Slope and intercept of the least-squares line."""
-    return tuple(statistics.linear_regression(*zip(*points, strict=True)))  # type: ignore[return-value]
 
 
 # --- memory --------------------------------------------------------------------------------------

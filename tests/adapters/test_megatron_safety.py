@@ -51,12 +51,14 @@ def test_ranks_with_different_configurations_all_stay_off(tmp_path: Path) -> Non
     assert not list(tmp_path.glob("run/events.*"))
 
 
-def test_a_watched_run_is_bit_identical_to_an_unwatched_one(tmp_path: Path) -> None:
-    """Watching reads; losses and weights are the same to the last bit, faults and drill-down included."""
+@pytest.mark.parametrize(("faults", "world"), [("slime-gdn-drift,lora-unsummed", 2), ("distributed-optimizer", 4)])
+def test_a_watched_run_is_bit_identical_to_an_unwatched_one(tmp_path: Path, faults: str, world: int) -> None:
+    """Watching reads: bf16, FP32 and the distributed optimizer end the same to the last bit, drill-down included."""
     paths = [tmp_path / "watched.json", tmp_path / "plain.json"]
-    faults = "slime-gdn-drift,lora-unsummed"
-    _runs.ranks(_runs.worker(faults, tmp_path / "run", 12, f"--losses={paths[0]}"), 2)
-    _runs.ranks(_runs.worker(faults, tmp_path / "none", 12, f"--losses={paths[1]}", "--no-watch"), 2)
+    dp = f"--dp={world // 2}"
+    watched = _runs.ranks(_runs.worker(faults, tmp_path / "run", 12, dp, f"--losses={paths[0]}"), world)
+    plain = _runs.ranks(_runs.worker(faults, tmp_path / "none", 12, dp, f"--losses={paths[1]}", "--no-watch"), world)
+    assert watched.codes == plain.codes == [0] * world
     assert losses(paths[0]) == losses(paths[1])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,7 +53,7 @@ def test_a_healthy_script_is_clean_and_trains_the_same_to_the_last_bit(tmp_path:
 def test_a_failing_script_keeps_its_exit_code_and_its_records(tmp_path: Path) -> None:
     """The script's own error decides the exit code; what was recorded until then stays readable."""
     script = Path(__file__).parent / "scripts" / "fail_at_step_four.py"
-    command = ("-m", "tpwatch", "run", "--out", tmp_path / "run", "--", "torchrun", *TORCHRUN[2:], script)
+    command = ("-m", "tpwatch", "run", "--out", tmp_path / "run", "--", sys.executable, *TORCHRUN, script)
     ended = run_python(*command, env=QUIET)
     assert ended.returncode == 1
     assert "the script's own trouble" in ended.stdout + ended.stderr

@@ -243,6 +243,8 @@ class Run:
     loss_scaler: bool = False
     exact: bool = True
     """Whether tensors are small enough to be gathered whole; else evidence is sketched."""
+    fits: bool = True
+    """Whether the elements of values fit the byte budget of a gather."""
     leaves_out_settled: bool = False
     """Hand over only rows that changed, are unsettled or have evidence, as the monitor does."""
     pristine: bool = True
@@ -280,7 +282,9 @@ class Run:
         wanted = self.diagnosis.wanted(at.step, at.call) if at.call else ()
         self.asked.append({t.index: (t.values, t.gradients) for t in wanted})
         evidence = {
-            t.index: gathered(pictures[t.index], t.index, self.plan.ranks, exact=self.exact, values=t.values)
+            t.index: gathered(
+                pictures[t.index], t.index, self.plan.ranks, exact=self.exact, values=t.values and self.fits
+            )
             for t in wanted
         }
         rows = [observed(p, i, self.plan.ranks) for i, p in enumerate(pictures)]

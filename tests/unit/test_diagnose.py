@@ -213,6 +213,28 @@ def test_a_fault_that_stops_keeps_its_last_step() -> None:
     assert (run.only.first_step, run.only.last_step, run.only.count) == (1, 4, 4)
 
 
+def test_a_mean_that_was_a_sum_began_where_it_was_first_seen() -> None:
+    """Ten checks of the right reduction are no part of the fault that follows."""
+    run = watched(config=Config(deep_interval=1))
+    run.steps(10, summed(partials()))
+    run.steps(2, averaged(partials()))
+    assert run.findings == []
+    run.steps(2, averaged(partials()))
+    assert (run.only.kind, run.only.first_step) == ("averaged-partial", 11)
+    assert run.only.count <= 4
+
+
+def test_camps_need_a_patience_of_their_own() -> None:
+    """Ten checks of a right sum before it are no checks of a wrong group."""
+    run = watched(size=4, config=Config(deep_interval=1))
+    camps = in_camps(partials(4), [[0, 1], [2, 3]])
+    run.steps(10, summed(partials(4)))
+    run.steps(2, camps)
+    assert run.findings == []
+    run.step(camps)
+    assert (run.only.kind, run.only.first_step, run.only.count) == ("wrong-group", 11, 3)
+
+
 # --------------------------------------------------------------------------- one fault, one finding
 
 
@@ -319,6 +341,14 @@ def test_three_spreads_are_no_trend() -> None:
     """Growth is read from four of them."""
     assert severity_after([1e-6, 2e-6, 3e-6]) == "info"
     assert severity_after([1e-6, 2e-6, 3e-6, 4e-6]) == "warning"
+
+
+@pytest.mark.parametrize(("growth", "severity"), [(0.0, "info"), (0.3, "warning"), (30.0, "error")])
+def test_values_too_large_to_gather_have_a_trend(growth: float, severity: str) -> None:
+    """Read from their relative deviation: constant, a tenth more at each of four steps, or a jump at the last."""
+    run = watched(fits=False)
+    run.steps(5, of_spread([1e-3 * (1 + growth * k / 3) for k in range(4)] if growth < 1 else [1e-3] * 3 + [growth]))
+    assert (run.only.kind, run.only.severity) == ("drift", severity)
 
 
 # ----------------------------------------------------------------------------------------- thresholds

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from typing import Any
 
 import pytest
@@ -210,9 +209,3 @@ def test_records_are_frozen_and_slotted(record: type[Any]) -> None:
     """Stages pass them on and keep them: nobody may change one, or hang something onto it."""
     assert record.__dataclass_params__.frozen  # type: ignore[attr-defined]
     assert "__slots__" in vars(record)
-
-
-def test_json_has_no_room_for_infinities() -> None:
-    """Measures of a finding are finite, or the text would not be JSON."""
-    with pytest.raises(ValueError, match="JSON"):
-        through_json(finding(max_abs=math.inf).to_json())
