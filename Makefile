@@ -38,7 +38,7 @@ format: .venv/.dev
 	.venv/bin/python -m ruff format .
 
 bench: .venv/.dev
-	set -e; for program in benchmarks/bench_*.py; do OMP_NUM_THREADS=1 .venv/bin/python $$program; done
+	scripts/bench .venv/bin/python
 
 clean:
 	rm -rf .venv .venv-mcore19 .venv-te build dist .ci-results *.egg-info

@@ -111,7 +111,7 @@ class Meeting:
             if time.monotonic() >= deadline:
                 return False
             time.sleep(pause)
-            pause = min(2 * pause, _POLL_LONGEST)
+            pause = min(2 * pause, _POLL_LONGEST * max(1.0, len(self.ranks) / 1000))  # one store answers them all
         return True
 
 
