@@ -11,6 +11,7 @@ import pytest
 from tests.unit._builders import (
     GRADIENT,
     VALUE,
+    ZERO,
     Picture,
     Run,
     Vector,
@@ -247,6 +248,41 @@ def test_identical_gradients_while_values_are_apart_go_on() -> None:
     assert (run.only.kind, run.only.first_step) == ("missing-reduce", 1)
 
 
+def test_another_explanation_starts_from_nothing() -> None:
+    """What was gathered for the one before is no evidence for it: deviations, and the gathers that must agree."""
+    run = watched()
+    run.steps(10, kept(akin(0.06)))
+    run.step(kept(copies()))
+    run.steps(3, kept(partials()))
+    assert (run.only.kind, run.only.first_step) == ("missing-reduce", 12)
+    run = watched(exact=False)
+    run.steps(3, kept(partials()))
+    run.step(kept(copies()))
+    run.steps(3, kept(partials()))
+    assert run.findings == []
+    run.step(kept(partials()))
+    assert run.only.first_step == 5
+
+
+def test_a_finding_states_no_facts_of_another_explanation() -> None:
+    """Two partial gradients, then copies that are summed: the ranks whose part was zero are none of its evidence."""
+    run = watched()
+    run.steps(2, kept([ZERO, GRADIENT]))
+    run.step(kept(copies()))
+    run.steps(3, summed(copies()))
+    assert run.only.kind == "double-reduce"
+    assert set(run.only.evidence) == {"gradient"}
+
+
+def test_copies_reduced_in_camps_began_with_the_camps() -> None:
+    """Values move apart a step later; that is an effect, not the beginning."""
+    camps = in_camps(copies(4), [[0, 1, 2]])
+    run = watched(size=4)
+    run.step(camps)
+    run.steps(5, lambda step: replace(camps, values=apart(4, by=0.01 * (step - 1), vector=VALUE)))
+    assert (run.only.kind, run.only.first_step) == ("wrong-group", 1)
+
+
 def test_copies_that_the_reduction_sets_apart_are_found() -> None:
     """A factor that differs by rank breaks equal copies apart: no replica may do so unnamed."""
     odd = Picture(copies(), [GRADIENT, tuple(3 * x for x in GRADIENT)])
@@ -295,6 +331,17 @@ def test_a_fault_that_keeps_copies_equal_explains_no_other(harmless: Picture) ->
     assert "values_elsewhere" not in late.evidence
 
 
+def test_copies_first_seen_in_camps_were_no_healthy_copies() -> None:
+    """Equal before the reduction and not after it: a cause of its own, though another one is older."""
+    camps = in_camps(copies(4), [[0, 1, 2]])
+    run = watched("cause", "late", size=4)
+    run.step(kept(partials(4)), silent(4))
+    run.step(kept(partials(4)), camps)
+    run.steps(6, kept(partials(4)), lambda step: replace(camps, values=apart(4, by=0.01 * step, vector=VALUE)))
+    assert run.named["late"] == "wrong-group"
+    assert role_of(run, "late") == ("cause", None)
+
+
 # ---------------------------------------------------------------------------------- severity of drift
 
 
@@ -341,6 +388,22 @@ def test_three_spreads_are_no_trend() -> None:
     """Growth is read from four of them."""
     assert severity_after([1e-6, 2e-6, 3e-6]) == "info"
     assert severity_after([1e-6, 2e-6, 3e-6, 4e-6]) == "warning"
+
+
+def test_severity_never_falls() -> None:
+    """Also when all spreads of before the jump have left the window."""
+    run = watched()
+    outcomes = run.steps(40, of_spread([1e-6] * 6 + [1e-4] * 40))
+    assert run.only.severity == "error"
+    assert [f.severity for o in outcomes for f in o.new] == ["info", "error"]
+
+
+@pytest.mark.parametrize(("last", "written_at"), [(1.9e-6, []), (2.1e-6, [5])])
+def test_a_finding_is_written_again_when_its_spread_has_doubled(last: float, written_at: list[int]) -> None:
+    """Also between two doublings of its count, of which the next would be at step 6."""
+    run = watched()
+    outcomes = run.steps(5, of_spread([1e-6, 1e-6, 1e-6, last]))
+    assert [step for step, o in enumerate(outcomes, 1) if o.grown] == written_at
 
 
 @pytest.mark.parametrize(("growth", "severity"), [(0.0, "info"), (0.3, "warning"), (30.0, "error")])
@@ -578,7 +641,23 @@ def test_settled_rows_need_not_be_handed_over() -> None:
     assert run.diagnosis.unsettled(1) == {2, 3}
 
 
+def test_values_that_stay_apart_keep_their_finding_alive() -> None:
+    """Also in calls that do not handle the parameter, after it had been settled as healthy."""
+    run = watched(config=Config(patience=1), leaves_out_settled=True)
+    run.steps(2, kept(apart()))
+    run.step(kept(copies()))
+    run.steps(3, outside(values=MOVED))
+    assert (run.only.kind, run.only.last_step) == ("drift", 6)
+
+
 # ------------------------------------------------------------------ values: initial, written, unknown
+
+
+def test_initial_values_that_differ_by_a_nan_are_an_init_mismatch() -> None:
+    """At once: that copies differ is the root, and not every rank has the NaN."""
+    run = watched()
+    run.step(kept(copies(), values=[VALUE, (math.nan, *VALUE[1:])]))
+    assert run.only.kind == "init-mismatch"
 
 
 @pytest.mark.parametrize("reduction", [kept(copies()), summed(partials()), kept(partials()), silent()])

@@ -171,7 +171,8 @@ class Diagnosis:
     def _mark(self, seen: RowObservation, history: History, step: int) -> None:
         history.exercised = True
         history.note_parted(step, same=seen.post.same)
-        if seen.pre.same and seen.param.same and not seen.pre.nonfinite_hi and history.copies_at is None:
+        copies = seen.param.same and seen.pre.same and seen.post.same and not seen.pre.nonfinite_hi
+        if copies and history.copies_at is None:
             history.copies_at = self.checks
         if seen.post.same or not seen.present_lo:
             return

@@ -54,8 +54,8 @@ class History:
     """Those of them that saw a gradient: only they can tell which reduction was applied."""
     exercised: bool = False
     copies_at: int | None = None
-    """First check at which gradient and value were bit-identical copies and the gradient was not
-    zero."""
+    """First check at which value and gradient, before and after the reduction, were bit-identical copies and the
+    gradient was not zero."""
     diverged_at: int | None = None
     """First step whose reduced gradient was not bit-identical, in whichever finalizer call."""
     parted_since: int = 0
