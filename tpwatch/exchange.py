@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tpwatch.fingerprint.layout import HEAD
+from tpwatch.fingerprint.layout import HEAD, SKETCH
 from tpwatch.records import PointSpread, RowObservation
 
 HEADER = ("phase", "call", "step", "plan_lo", "plan_hi", "targets", "failed", "disabled", "slow")
@@ -335,7 +335,7 @@ def reduction_flags(flags: torch.Tensor, pre: torch.Tensor, post: torch.Tensor) 
     so that no square overflows: NaN must not enter MAX.
     """
     flags[0] = (pre[:, :2] == post[:, :2]).all(1)
-    before, after = pre[:, -_SKETCH:], post[:, -_SKETCH:]
+    before, after = pre[:, -SKETCH:], post[:, -SKETCH:]
     largest = torch.maximum(before.abs().amax(1), after.abs().amax(1)).clamp_min(_TINY).unsqueeze(1)
     before, after = before / largest, after / largest
     square = (before * before).sum(1)
@@ -345,4 +345,4 @@ def reduction_flags(flags: torch.Tensor, pre: torch.Tensor, post: torch.Tensor) 
     flags[2] = torch.where(left > 0, left / after.norm(dim=1).clamp_min(_TINY), 0.0)
 
 
-_SKETCH, _TINY = 16, 1e-300
+_TINY = 1e-300

@@ -18,14 +18,14 @@ import torch
 
 from tpwatch._guard import Guard
 from tpwatch.config import Config
-from tpwatch.fingerprint.layout import ROW
-from tpwatch.records import Evidence, Spread, WatchPlan
+from tpwatch.fingerprint.layout import ROW, SKETCH, SKETCH_NORM
+from tpwatch.records import Evidence, Spread, Target, WatchPlan
 
-HASH, L2, ABSMAX, SKETCH = slice(0, 2), 1 + 1, 3, slice(ROW - 16, ROW)
+HASH, L2, ABSMAX, COORDINATES = slice(0, 2), 2, 3, slice(ROW - SKETCH, ROW)
 """Columns of a fingerprint row used here."""
 
-SKETCH_NOISE = 1.0 / math.sqrt(2 * 16)
-"""Relative standard deviation of a norm estimated from 16 sketch coordinates (FINGERPRINTS D)."""
+SKETCH_SCALE = math.sqrt(SKETCH_NORM)
+"""Factor by which the norm of the sketch coordinates estimates the norm of the tensor."""
 
 
 class Collectives(Protocol):
@@ -38,15 +38,6 @@ class Collectives(Protocol):
     def reduce_max(self, buffer: torch.Tensor) -> None:
         """All-reduce(MAX) in place."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One flagged parameter: its row, and of which tensors the elementwise spread is wanted."""
-
-    index: int
-    values: bool
-    gradients: bool
 
 
 @dataclass(slots=True)
@@ -78,14 +69,14 @@ class Explainer:
         self._guard = guard
         self._device = device
         self._cursor = 0
-        self._requests: tuple[Request, ...] = ()
+        self._requests: tuple[Target, ...] = ()
         self._chosen: tuple[list[int], list[int]] = ([], [])
         self._before: _Side | None = None
         self._after: _Side | None = None
 
     def gather_before(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[Target],
         rows: torch.Tensor,
         values: Sequence[torch.Tensor | None],
         gradients: Sequence[torch.Tensor | None],
@@ -274,14 +265,14 @@ class _Cut:
         """Evidence about the k-th target."""
         pre, post, param = self._pre[:, k], self._post[:, k], self._param[:, k]
         exact = self._pre_elements[k].shape[1] > 0
-        x, y = (self._pre_elements[k], self._post_elements[k]) if exact else (pre[:, SKETCH] / 4, post[:, SKETCH] / 4)
+        x, y = (self._pre_elements[k], self._post_elements[k]) if exact else (_sketch(pre), _sketch(post))
         square = (x * x).sum(1) if exact else pre[:, L2]
         size = len(self._plan.ranks)
         scale = float(square.max()) ** 0.5
         length = float(post[:, L2].mean()) ** 0.5
         return Evidence(
             index=self._at[k], exact=exact,
-            deviation_param=deviation(param[:, SKETCH] / 4, param[:, L2]),
+            deviation_param=deviation(_sketch(param), param[:, L2]),
             deviation_pre=deviation(x, square),
             deviation_post=deviation(y, (y * y).sum(1) if exact else post[:, L2]),
             residual_sum=_residual(y, x.sum(0), length), residual_avg=_residual(y, x.mean(0), length),
@@ -330,6 +321,11 @@ def _tolerance(dtype: str, size: int, scale: float, length: float) -> float:
     """
     unit = _ROUNDOFF.get(dtype, 2.0**-21)
     return 2.0 * unit * math.sqrt(size) * scale / length if length > 0 else 0.0
+
+
+def _sketch(rows: torch.Tensor) -> torch.Tensor:
+    """Sketch coordinates of `[size, ROW]` rows, scaled so that norms are those of the tensors."""
+    return rows[:, COORDINATES] * SKETCH_SCALE
 
 
 def _norms(rows: torch.Tensor) -> tuple[float, ...]:

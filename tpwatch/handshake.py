@@ -64,11 +64,12 @@ class Meeting:
 
     def payloads(self) -> dict[int, Payload]:
         """What every rank posted; only after a `hold` that agreed."""
-        return {rank: self._said(rank) for rank in self.ranks}
+        return {rank: self.payload(rank) for rank in self.ranks}
 
     def payload(self, rank: int) -> Payload:
-        """What one rank posted; only after a `hold` that agreed."""
-        return self._said(rank)
+        """What one rank posted, once it has."""
+        said: Payload = json.loads(self.store.get(self._key("said", rank)))
+        return said
 
     def _collect(self, judge: Judge) -> str:
         """Wait for everyone; stop early at the first payload the judge refuses."""
@@ -80,7 +81,7 @@ class Meeting:
                 return f"rank {rank} did not answer within {self.timeout:.0f} s"
             if self.store.check([self._key("decision")]):
                 return ""  # someone declined: their word stands
-            heard[rank] = self._said(rank)
+            heard[rank] = self.payload(rank)
             if reason := judge(heard):
                 return reason
         return ""
@@ -93,10 +94,6 @@ class Meeting:
     def _decision(self) -> str:
         decision: str = self.store.get(self._key("decision")).decode()
         return "" if decision == _ON else decision.removeprefix("off: ")
-
-    def _said(self, rank: int) -> Payload:
-        said: Payload = json.loads(self.store.get(self._key("said", rank)))
-        return said
 
     def _key(self, what: str, rank: int | None = None) -> str:
         return f"tpwatch/{self.name}/{what}" if rank is None else f"tpwatch/{self.name}/{what}/{rank}"

@@ -33,7 +33,7 @@ from tpwatch.exchange import (
     header_of,
     reduction_flags,
 )  # fmt: skip
-from tpwatch.explain import Explainer, Request
+from tpwatch.explain import Explainer
 from tpwatch.fingerprint.layout import ROW
 from tpwatch.ledger import Ledger
 from tpwatch.lookout import Lookout
@@ -139,9 +139,8 @@ class Monitor:
 
     def _begin(self, at: When, scope: Scope) -> Check:
         wanted = self.guard.attempt("choosing what to explain", self.parts.diagnosis.wanted, at.step, at.call)
-        targets = tuple(Request(t.index, t.values, t.gradients) for t in wanted.value or ()) if at.call else ()
         exchange = self.parts.exchange
-        check = Check(at, scope, targets)
+        check = Check(at, scope, wanted.value or () if at.call else ())
         check.collectives_before, check.bytes_before = exchange.collectives, exchange.bytes
         return check
 

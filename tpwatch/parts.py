@@ -15,9 +15,8 @@ import torch
 
 from tpwatch.diagnose import Diagnosis, When
 from tpwatch.exchange import Exchange, Pending
-from tpwatch.explain import Request
 from tpwatch.fingerprint import Fingerprinter
-from tpwatch.records import Finding, StepReport, WatchPlan
+from tpwatch.records import Finding, StepReport, Target, WatchPlan
 
 Scope = frozenset[int]
 """Indices of the model chunks that one finalizer call handles."""
@@ -90,7 +89,7 @@ class Check:
 
     at: When
     scope: Scope
-    targets: tuple[Request, ...]
+    targets: tuple[Target, ...]
     entry: Pending | None = None
     exit: Pending | None = None
     tensors: Sequence[torch.Tensor | None] = ()

@@ -164,6 +164,18 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter that tier 2 should look at in the next check."""
+
+    index: int
+    """Row in the plan."""
+    values: bool
+    """Gather the elementwise spread of its values."""
+    gradients: bool
+    """Gather the elementwise spread of its reduced gradient."""
+
+
+@dataclass(frozen=True, slots=True)
 class Evidence:
     """What tier 2 gathered about one parameter at one check. Tuples are in group-rank order."""
 

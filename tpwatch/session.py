@@ -228,11 +228,10 @@ class Session:
 
     def _engine(self, host: Host, monitor: Monitor, directory: str) -> Engine:
         plan = monitor.parts.plan
-        recorder = monitor.parts.recorder
 
         def close(step: int) -> None:
-            if isinstance(recorder, Leader):
-                recorder.close(monitor.parts.diagnosis.findings, step)
+            if self._leader is not None:
+                self._leader.close(monitor.parts.diagnosis.findings, step)
 
         def conclude() -> None:
             if self.rank == 0:

@@ -19,10 +19,10 @@ from tpwatch.config import Config
 from tpwatch.config import Explain as ExplainConfig
 from tpwatch.diagnose.compare import kinship, reduction
 from tpwatch.exchange import Exchange
-from tpwatch.explain import Explainer, Request, spread
+from tpwatch.explain import Explainer, spread
 from tpwatch.fingerprint import choose
 from tpwatch.fingerprint.layout import ROW
-from tpwatch.records import Evidence, WatchPlan
+from tpwatch.records import Evidence, Target, WatchPlan
 
 L2_BOUND = 2.0**-15
 """Relative error that an implementation of the fingerprint may have in its `l2` column."""
@@ -44,7 +44,7 @@ class Deep:
         values: list[torch.Tensor],
         before: Gradients,
         reduce: Callable[[Gradients], None],
-        requests: list[Request],
+        requests: list[Target],
     ) -> dict[int, Evidence]:
         """Gather before and after `reduce`, which works in place on `before`; the evidence."""
         fingerprints, n = choose(CPU), len(values)
@@ -65,9 +65,9 @@ def deep(parameters: list[torch.Tensor], **knobs: int) -> Deep:
     return Deep(plan, Explainer(plan, exchange, config, guard, CPU), exchange, guard)
 
 
-def everything(count: int) -> list[Request]:
+def everything(count: int) -> list[Target]:
     """Ask for all there is about `count` rows."""
-    return [Request(i, values=True, gradients=True) for i in range(count)]
+    return [Target(i, values=True, gradients=True) for i in range(count)]
 
 
 # ------------------------------------------------------------------------ formulas, against numpy
@@ -362,7 +362,7 @@ def rotating(rank: int) -> tuple[list[list[int]], list[int]]:
     chosen, counts = [], []
     for _ in range(4):
         before = watched.exchange.collectives
-        requests = [Request(i, values=True, gradients=False) for i in range(5)]
+        requests = [Target(i, values=True, gradients=False) for i in range(5)]
         found = watched.explain(values, list(values), lambda _held: None, requests)
         assert sorted(found) == [0, 1, 2, 3, 4]
         chosen.append([i for i, evidence in found.items() if evidence.param is not None])
@@ -381,9 +381,9 @@ def both_spreads(rank: int) -> list[tuple[bool, bool]]:
     values = [normal(10 * i + rank, 20) for i in range(3)]
     watched = deep(values)
     requests = [
-        Request(0, values=True, gradients=False),
-        Request(1, values=False, gradients=True),
-        Request(2, values=False, gradients=False),
+        Target(0, values=True, gradients=False),
+        Target(1, values=False, gradients=True),
+        Target(2, values=False, gradients=False),
     ]
     found = watched.explain(values, list(values), lambda _held: None, requests)
     return [(found[i].param is not None, found[i].post is not None) for i in range(3)]

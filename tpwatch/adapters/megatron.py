@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import importlib
 import operator
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -30,8 +31,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tpwatch.adapters.base import Groups, Host
-from tpwatch.adapters.megatron_params import Parameter, parameters
-from tpwatch.config import Config
+from tpwatch.adapters.megatron_params import Parameter, each_optimizer, parameters
+from tpwatch.config import Config, load
 from tpwatch.exchange import OUTSIDE
 from tpwatch.parts import Look, Scope
 from tpwatch.watch import Watch
@@ -261,15 +262,6 @@ class MegatronSeams:
             setattr(self._optimizer, name, wrapper)
 
 
-def each_optimizer(optimizer: Any) -> Iterator[Any]:
-    """The optimizers inside a chained one, or the optimizer itself."""
-    for inner in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
-        if inner is optimizer:
-            yield inner
-        else:
-            yield from each_optimizer(inner)
-
-
 def add_args(parser: Any) -> Any:
     """Add tpwatch's options to Megatron's parser and return it.
 
@@ -290,9 +282,5 @@ def config_from_args(args: Any) -> Config:
 
     Command line over environment over file over default.
     """
-    import os
-
-    from tpwatch.config import load
-
     options = {"enabled": None if args.tpwatch else False, "interval": args.tpwatch_interval}
     return load(cli=options, env=os.environ, file=args.tpwatch_config)

@@ -143,7 +143,7 @@ class Config(Section):
     patience: Positive = 3
     """Exercised checks in a row that must agree before a finding counts."""
     deep_interval: Positive = 50
-    """Every so many checks the reduction applied to partial gradients is verified again."""
+    """Every so many steps the reduction applied to partial gradients is verified again."""
     guard: Literal["auto", "before_update", "deferred"] = "auto"
     """When results are read: before the update or one step later; `auto`: at once on CPU only."""
     fingerprint: Literal["auto", "triton", "native", "packed", "reference"] = "auto"

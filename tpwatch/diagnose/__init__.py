@@ -15,12 +15,11 @@ from tpwatch.diagnose import compare, findings, judges
 from tpwatch.diagnose.findings import layout_finding, presence_finding, skipped_finding
 from tpwatch.diagnose.history import History
 from tpwatch.diagnose.judges import Case, Verdict
-from tpwatch.records import Evidence, Finding, RowObservation, WatchPlan
+from tpwatch.records import Evidence, Finding, RowObservation, Target, WatchPlan
 
 __all__ = [
     "Diagnosis",
     "Outcome",
-    "Target",
     "When",
     "layout_finding",
     "presence_finding",
@@ -39,17 +38,6 @@ class When:
     """The update that produced the values seen; 0 for the initial values."""
     pristine: bool = False
     """True if the optimizer has not stepped since attach."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A parameter tier 2 should look at in the next check."""
-
-    index: int
-    values: bool
-    """Gather the elementwise spread of its values."""
-    gradients: bool
-    """Gather the elementwise spread of its reduced gradient."""
 
 
 @dataclass(frozen=True, slots=True)
