@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -19,6 +20,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from tests.export._servers import OPEN_METRICS, fetch, free_port, listening, receiver
+from tests.unit._report_runs import HOSTILE
 from tests.unit._samples import finding, plan, step_report
 from tpwatch.config import Config, Prometheus
 from tpwatch.export import Health, Place
@@ -114,6 +116,20 @@ def test_nothing_of_the_host_process_is_exported(start: Start) -> None:
     run = start()
     run.story()
     assert {name for name, _ in values(fetch(run.sink.url)) if not name.startswith("tpwatch_")} == set()
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_name_breaks_the_exposition(start: Start, name: str) -> None:
+    """Quotes, markup, control characters and half characters stay within one exemplar, escaped; labels have none."""
+    run = start()
+    run.log.start(plan(name), 0, Config(), fingerprint={"name": "native"}, versions={"torch": "2"})
+    run.log.finding(2, finding(parameter=name))
+    page = fetch(run.sink.url, OPEN_METRICS)
+    assert all(line.startswith(("tpwatch_", "#")) and line.isprintable() for line in page.splitlines())
+    (shown,) = re.findall(r'# {parameter="((?:[^"\\]|\\.)*)",step="1"}', page)
+    expected = name if name.isprintable() else name.encode("unicode_escape").decode()
+    assert re.sub(r"\\(.)", r"\1", shown) == expected
+    assert values(fetch(run.sink.url))[of("tpwatch_drift_active", kind="double-reduce")] == 1
 
 
 def test_exemplars_carry_step_and_parameter(start: Start) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import stat
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from tests.unit._samples import finding, plan, step_report
 from tpwatch.config import Config
 from tpwatch.export.jsonl import RunLog, event_file, write_abort, write_meta, write_summary
 from tpwatch.records import SCHEMA, Finding, Summary
+from tpwatch.report.events import read_events
+from tpwatch.report.summary import summarize
 
 
 def lines(directory: Path, group: str = "tp-0") -> list[dict[str, Any]]:
@@ -113,6 +117,86 @@ def test_a_restart_does_not_glue_its_line_to_a_torn_one(tmp_path: Path) -> None:
     assert json.loads(line)["text"] == "hello"
 
 
+@pytest.fixture
+def room() -> Iterator[Callable[[int | None], None]]:
+    """Limit the size of files, by the operating system, to so many bytes; None lifts the limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before if size is None else (size, before[1]))
+
+    yield limit
+    limit(None)
+
+
+def texts(directory: Path) -> list[str]:
+    """Texts of the notes in an event file, whatever else is in it."""
+    return [event["text"] for _, event in read_events(directory).of("note")]
+
+
+def test_a_full_disk_costs_what_nobody_misses(
+    tmp_path: Path, room: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A note and a check are lost and counted; a finding is written as soon as there is room; one line in the log."""
+    log = RunLog(tmp_path, "tp-0", "x")
+    log.note(1, "before")
+    room(log.path.stat().st_size + 20)
+    log.note(2, "lost")
+    log.finding(3, finding(parameter="kept"))
+    log.check(step_report(3))
+    assert log.lost == 2
+    room(None)
+    log.note(4, "after")
+    log.note(5, "later")
+    assert texts(tmp_path) == ["before", "events.tp-0.jsonl: 2 events could not be written", "after", "later"]
+    assert [f.parameter for f in summarize(tmp_path).findings] == ["kept"]
+    assert [r.getMessage().split(": ", 2)[2] for r in caplog.records] == [
+        "File too large. Events are lost until it can be written again."
+    ]
+
+
+def test_each_shortage_is_confessed_with_the_sum(tmp_path: Path, room: Callable[[int | None], None]) -> None:
+    """Two shortages, two notes, and the second counts both; the note itself is not lost."""
+    log = RunLog(tmp_path, "tp-0", "x")
+    for step, number in ((1, 1), (2, 2)):
+        room(0)
+        for _ in range(number):
+            log.note(step, "lost")
+        room(None)
+        log.note(step, "written")
+    lost = [text for text in texts(tmp_path) if "could not be" in text]
+    assert lost == [f"events.tp-0.jsonl: {n} events could not be written" for n in (1, 3)]
+
+
+def test_a_device_that_is_full_is_no_error_of_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """ENOSPC for every line, from the first on: said once, and the reader does not wait for the end of the device."""
+    event_file(tmp_path, "tp-0").symlink_to("/dev/full")
+    log = RunLog(tmp_path, "tp-0", "x")
+    log.start(plan("a"), 0, Config())
+    for step in range(1, 20):
+        log.check(step_report(step))
+    log.finding(19, finding())
+    log.end(19)
+    log.close()
+    assert log.lost == 22
+    assert len(caplog.records) == 1
+    assert "No space left on device" in caplog.text
+    assert summarize(tmp_path).verdict == "nothing-checked"
+
+
+def test_a_start_that_could_not_be_written_comes_first_later(
+    tmp_path: Path, room: Callable[[int | None], None]
+) -> None:
+    """Without it a reader would not know what was watched."""
+    room(0)
+    log = RunLog(tmp_path, "tp-0", "x")
+    log.start(plan("a", "b"), 0, Config())
+    room(None)
+    log.check(step_report(1))
+    assert [line["event"] for line in lines(tmp_path)] == ["start", "check"]
+    assert log.lost == 0
+
+
 def test_a_failed_write_costs_one_line_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk takes half a line; when there is room again the next line stands alone."""
     log = RunLog(tmp_path, "tp-0", "x")
@@ -126,14 +210,14 @@ def test_a_failed_write_costs_one_line_only(tmp_path: Path, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", half)
-        with pytest.raises(OSError, match="No space left"):
-            log.note(2, "x" * 10)
+        log.note(2, "x" * 10)
     log.note(3, "after")
-    first, torn, last = event_file(tmp_path, "tp-0").read_text().splitlines()
+    first, torn, *rest = event_file(tmp_path, "tp-0").read_text().splitlines()
     assert json.loads(first)["text"] == "before"
     with pytest.raises(json.JSONDecodeError):
         json.loads(torn)
-    assert json.loads(last)["text"] == "after"
+    assert [json.loads(line)["step"] for line in rest] == [3, 3]
+    assert json.loads(rest[1])["text"] == "after"
 
 
 def test_a_short_write_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

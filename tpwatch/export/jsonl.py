@@ -5,6 +5,7 @@ the schema version, the event, the time and the incarnation (which start of the 
 
     DIR/meta.json                 about the job, written once by rank 0
     DIR/events.<group>.jsonl      written by the leader of one replica group; a restart appends
+    DIR/events.<group>.N.jsonl    earlier parts of it (`rotation`)
     DIR/abort.json                present if tpwatch stopped the run
     DIR/summary.json              derived from the event files, which are the truth
 """
@@ -20,44 +21,34 @@ from pathlib import Path
 from typing import Any
 
 from tpwatch.config import Config
+from tpwatch.export.eventfile import EventFile, make_directory, replace_file
+from tpwatch.export.rotation import ROTATE_BYTES, event_file
 from tpwatch.records import SCHEMA, Finding, StepReport, Summary, WatchPlan
 
-DURABLE = frozenset({"finding", "abort", "end"})
-"""Events that are forced to disk at once: what a crash in the next moment must not take along."""
+__all__ = [
+    "Events",
+    "RunLog",
+    "encode",
+    "event_file",
+    "make_directory",
+    "write_abort",
+    "write_annotation",
+    "write_meta",
+    "write_summary",
+]
 
-DIRECTORY_MODE = 0o750
-FILE_MODE = 0o640
 
+class Events:
+    """The events of one replica group as lines of JSON; `put` gets each, and its kind."""
 
-class RunLog:
-    """Appends the events of one replica group; written by the group's leader only.
-
-    A failed write raises `OSError`, and the next line begins on a fresh line, so that at most one
-    line is lost.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        group: str,
-        incarnation: str,
-        tee: Callable[[str], None] | None = None,
-    ) -> None:
-        """Open `events.<group>.jsonl` for appending; the directory is created if need be.
-
-        `tee` gets every line as well, whether or not it can be written; it must neither wait nor raise.
-        """
-        self.path = event_file(directory, group)
-        self.group = group
+    def __init__(self, incarnation: str, put: Callable[[str, str], None]) -> None:
+        """`incarnation` says which start of the job speaks."""
         self.incarnation = incarnation
-        make_directory(self.path.parent)
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FILE_MODE)
-        self._torn = _ends_torn(self._fd)
-        self._tee = tee
+        self._put = put
 
     def start(self, plan: WatchPlan, step: int, config: Config, **facts: object) -> None:
         """What is watched, and how; `facts` are `fingerprint` ({name, reason}), `versions`, ..."""
-        self._write(
+        self._say(
             "start",
             group=plan.group,
             axis=plan.axis,
@@ -73,57 +64,88 @@ class RunLog:
 
     def check(self, report: StepReport) -> None:
         """One checked step."""
-        self._write("check", **report.to_json())
+        self._say("check", **report.to_json())
 
     def finding(self, step: int, finding: Finding) -> None:
         """A finding as it stands at `step`; of one kind and parameter the last line counts."""
-        self._write("finding", step=step, finding=finding.to_json())
+        self._say("finding", step=step, finding=finding.to_json())
 
     def status(self, step: int, not_exercised: Sequence[str], unverified: Sequence[str]) -> None:
         """Parameters about which no claim is made, as it stands at `step`; the last line counts."""
-        self._write("status", step=step, not_exercised=not_exercised, unverified=unverified)
+        self._say("status", step=step, not_exercised=not_exercised, unverified=unverified)
 
     def note(self, step: int, text: str) -> None:
         """Something a reader of the report should know."""
-        self._write("note", step=step, text=text)
+        self._say("note", step=step, text=text)
+
+    def job(self, step: int, view: Mapping[str, object]) -> None:
+        """What all replica groups of the job together have found up to `step`, where it has changed."""
+        self._say("job", step=step, **view)
 
     def abort(self, step: int) -> None:
         """The run is being stopped at `step` because of what was found."""
-        self._write("abort", step=step)
+        self._say("abort", step=step)
 
     def end(self, step: int) -> None:
         """The watch ended in order after `step`."""
-        self._write("end", step=step)
+        self._say("end", step=step)
+
+    def close(self) -> None:
+        """Nothing more will be said; idempotent."""
+
+    def _say(self, event: str, **data: object) -> None:
+        head = {"schema": SCHEMA, "event": event, "time": time.time(), "incarnation": self.incarnation}
+        self._put(event, encode({**head, **data}))
+
+
+class RunLog(Events):
+    """Appends the events of one replica group to its file; held by the group's leader only.
+
+    A line that cannot be written is no error of the run's: a note tells how many there were, once there is room again.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        group: str,
+        incarnation: str,
+        tee: Callable[[str], None] | None = None,
+        rotate_bytes: int = ROTATE_BYTES,
+    ) -> None:
+        """Open `events.<group>.jsonl` for appending; the directory is created if need be.
+
+        `tee` gets every line as well, whether or not it can be written; it must neither wait nor raise. A file that
+        would grow beyond `rotate_bytes` is put by as a part, and a new one begun.
+        """
+        super().__init__(incarnation, self._append)
+        self.group = group
+        self._file = EventFile(directory, group, rotate_bytes, self._confess)
+        self._tee = tee
+
+    @property
+    def path(self) -> Path:
+        """The live event file."""
+        return self._file.path
+
+    @property
+    def lost(self) -> int:
+        """Events that could not be written and never will be."""
+        return self._file.lost
 
     def close(self) -> None:
         """Close the file; idempotent."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        self._file.close()
 
-    def _write(self, event: str, **data: object) -> None:
-        record = {
-            "schema": SCHEMA,
-            "event": event,
-            "time": time.time(),
-            "incarnation": self.incarnation,
-            **data,
-        }
-        encoded = encode(record)
+    def _append(self, event: str, encoded: str) -> None:
         if self._tee is not None:
             self._tee(encoded)
-        line = encoded.encode() + b"\n"
-        text = b"\n" + line if self._torn else line
-        self._torn = True  # until the whole line is out
-        _write_all(self._fd, text)
-        self._torn = False
-        if event in DURABLE:
-            os.fsync(self._fd)
+        self._file.put(event, encoded)
 
-
-def event_file(directory: str | os.PathLike[str], group: str) -> Path:
-    """Path of the event file of a replica group, e.g. `events.tp-0.jsonl`."""
-    return Path(directory) / f"events.{group}.jsonl"
+    def _confess(self, lost: int, beside: str) -> str:
+        """A note of how many events were lost, dated as the one beside it."""
+        head = {key: value for key, value in json.loads(beside).items() if key in {"schema", "time", "step"}}
+        text = f"{self.path.name}: {lost} events could not be written"
+        return encode({**head, "event": "note", "incarnation": self.incarnation, "text": text})
 
 
 def write_meta(directory: str | os.PathLike[str], meta: Mapping[str, Any]) -> Path:
@@ -137,14 +159,24 @@ def write_abort(directory: str | os.PathLike[str], step: int, launch_id: str) ->
     return _replace(Path(directory) / "abort.json", record)
 
 
+def write_annotation(
+    directory: Path, group: str, step: int, differing: Mapping[str, Sequence[str]], findings: Sequence[Finding]
+) -> Path:
+    """Write `tpwatch.<group>.json` into a checkpoint: which copies differed as it was saved, and what was known."""
+    record = {
+        "schema": SCHEMA,
+        "group": group,
+        "step": step,
+        "verdict": "copies differ" if differing else "copies agree",
+        "differing": dict(differing),
+        "findings": [finding.to_json() for finding in findings],
+    }
+    return _replace(directory / f"tpwatch.{group}.json", record)
+
+
 def write_summary(directory: str | os.PathLike[str], summary: Summary) -> Path:
     """Replace `summary.json`."""
     return _replace(Path(directory) / "summary.json", summary.to_json())
-
-
-def make_directory(path: Path) -> None:
-    """Create a directory, and what is above it, that the user's own group may read."""
-    path.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
 
 
 def encode(value: object, indent: int | None = None) -> str:
@@ -162,24 +194,5 @@ def _finite(value: object) -> object:
     return value
 
 
-def _ends_torn(fd: int) -> bool:
-    """True if the last line has no end: its writer was killed within it."""
-    size = os.fstat(fd).st_size
-    return size > 0 and os.pread(fd, 1, size - 1) != b"\n"
-
-
-def _write_all(fd: int, text: bytes) -> None:
-    """Write every byte; the kernel may take fewer than asked, on a nearly full disk for one."""
-    while text:
-        text = text[os.write(fd, text) :]
-
-
 def _replace(path: Path, record: Mapping[str, Any]) -> Path:
-    """Write a JSON file so that a reader sees the old one or the new one, never half of it."""
-    make_directory(path.parent)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(encode(record, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    return draft.replace(path)
+    return replace_file(path, (encode(record, indent=2) + "\n").encode())

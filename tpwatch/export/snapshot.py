@@ -251,7 +251,10 @@ def _exemplar_labels(finding: Finding) -> Mapping[str, str]:
     """Step and parameter; of a long name the end, which tells parameters apart."""
     step = str(finding.first_step)
     room = EXEMPLAR_CHARACTERS - len("step") - len(step) - len("parameter")
-    return {"step": step, "parameter": _tail(finding.parameter, room)}
+    name = finding.parameter
+    # Half a character has no encoding, and would cost the whole page of metrics.
+    shown = name if name.isprintable() else name.encode("unicode_escape").decode()
+    return {"step": step, "parameter": _tail(shown, room)}
 
 
 def _tail(text: str, most: int) -> str:

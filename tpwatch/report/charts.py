@@ -16,6 +16,9 @@ from tpwatch.report.table import number
 WIDTH, HEIGHT = 1000.0, 100.0
 """The drawing area in its own units, whatever size it is shown in."""
 
+LARGEST, SMALLEST = 1e300, 1e-300
+"""Beyond the first nothing is drawn, below the second nothing on a log scale: the next power of ten is no float."""
+
 LABELLED_ROWS = 24
 """A heat map of more rows than this names only the first and the last."""
 
@@ -107,7 +110,7 @@ def lines(series: Sequence[Series], label: str, *, log: bool = False) -> Html:
 
 
 def _drawable(value: float | None, *, positive: bool) -> float | None:
-    if value is None or not math.isfinite(value) or (positive and value <= 0.0):
+    if value is None or not math.isfinite(value) or abs(value) > LARGEST or (positive and value < SMALLEST):
         return None
     return value
 

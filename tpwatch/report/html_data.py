@@ -19,6 +19,9 @@ from tpwatch.report.summary import StepRow, summarize_events, timeline
 Key = tuple[str, str]
 """Kind and parameter of a finding."""
 
+_PIECES = re.compile(r"(\d{1,18})")
+"""Numbers within a name, as long as a number of layers may be."""
+
 STATUSES: Mapping[str, str] = {
     "fault": "Faults",
     "info": "For information",
@@ -111,7 +114,7 @@ def layer_of(name: str) -> str:
 
 def natural(text: str) -> list[tuple[int, int, str]]:
     """Sort key that puts layers.2 before layers.10."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", text)]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in _PIECES.split(text)]
 
 
 # ------------------------------------------------------------------------------------- findings

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
+from tpwatch.export.rotation import THINNED
 from tpwatch.records import SEVERITIES, Finding, Severity, Summary, worst
 from tpwatch.report.events import Event, RunEvents, parse_finding, read_events
 
@@ -41,7 +42,7 @@ def summarize_events(run: RunEvents) -> Summary:
     starts = [_last(events, "start") for events in run.groups.values()]
     statuses = [_last(events, "status") for events in run.groups.values()]
     findings = merged_findings(run)
-    steps = max((len(_steps(events)) for events in run.groups.values()), default=0)
+    steps = max((len(_steps(events)) + _steps_thinned(events) for events in run.groups.values()), default=0)
     return Summary(
         verdict=_verdict(findings, steps),
         steps_checked=steps,
@@ -74,8 +75,8 @@ def timeline(run: RunEvents) -> tuple[StepRow, ...]:
         rows[step] = StepRow(
             step,
             {point: max(seen.get(point, 0), old.differing.get(point, 0)) for point in points},
-            max(old.max_abs, _number(event.get("max_abs"))),
-            max(old.max_rel, _number(event.get("max_rel"))),
+            max(old.max_abs, _number(event.get("max_abs", 0.0))),
+            max(old.max_rel, _number(event.get("max_rel", 0.0))),
         )
     return tuple(rows[step] for step in sorted(rows))
 
@@ -153,6 +154,11 @@ def _steps(events: Iterable[Event]) -> set[int]:
     return {e["step"] for e in events if e["event"] == "check" and not e.get("skipped")}
 
 
+def _steps_thinned(events: Iterable[Event]) -> int:
+    """Steps whose checks were taken out of the early parts of a long event file."""
+    return sum(e.get("steps", 0) for e in events if e["event"] == THINNED)
+
+
 def overhead(checks: Sequence[Event]) -> dict[str, float]:
     """Mean cost of a check; `step_fraction` is its share of the checked steps' own time.
 
@@ -161,18 +167,18 @@ def overhead(checks: Sequence[Event]) -> dict[str, float]:
     checks = [c for c in checks if c.get("call") != 0]
     if not checks:
         return {}
-    timed = [c for c in checks if _number(c.get("step_seconds")) > 0.0]
+    timed = [c for c in checks if c.get("step_seconds", 0.0) > 0.0]
     whole = sum(c["step_seconds"] for c in timed)
     return {
         "check_seconds_mean": _mean(checks, "seconds"),
-        "step_fraction": sum(_number(c.get("seconds")) for c in timed) / whole if whole else 0.0,
+        "step_fraction": sum(c.get("seconds", 0.0) for c in timed) / whole if whole else 0.0,
         "collectives_per_check": _mean(checks, "collectives"),
         "deep_collectives_per_check": _mean(checks, "deep_collectives"),
     }
 
 
 def _mean(checks: Sequence[Event], key: str) -> float:
-    mean = sum(_number(c.get(key)) for c in checks) / len(checks)
+    mean: float = sum(c.get(key, 0) for c in checks) / len(checks)
     return int(mean) if mean == int(mean) else mean
 
 
@@ -205,6 +211,10 @@ def _notes(run: RunEvents) -> tuple[str, ...]:
     for group, events in run.groups.items():
         if events and events[-1]["event"] not in ("end", "abort"):
             notes.append(f"{group}: no orderly end (it failed, was killed, or is still running)")
+        if thinned := _steps_thinned(events):
+            notes.append(
+                f"{group}: the checks of {thinned} early steps are no longer in the event files, only their findings"
+            )
         starts = len({e.get("incarnation") for e in events})
         if starts > 1:
             notes.append(f"{group}: the job was started {starts} times into this directory")

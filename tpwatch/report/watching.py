@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tpwatch.export.rotation import event_files
 from tpwatch.records import Finding, Summary
 from tpwatch.report.events import RunEvents, read_events
 from tpwatch.report.live import ROWS_SHOWN, Lines
@@ -97,12 +98,13 @@ class Plain:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._lines = Lines(say)
-        self._before = 0
+        self._looked = False
 
     def show(self, state: State) -> None:
         """Write what was not there before; of the steps before the first look only the last ones."""
-        self._before = self._before or max(1, len(state.steps) - ROWS_SHOWN)
-        self._lines.show(state.steps[self._before - 1 :], state.summary.findings)
+        steps = state.steps if self._looked else state.steps[-ROWS_SHOWN - 1 :]
+        self._looked = True
+        self._lines.show(steps, state.summary.findings)
 
 
 class Redrawn:
@@ -175,6 +177,7 @@ def _ended(run: RunEvents) -> bool:
 
 
 def _fingerprint(directory: Path) -> tuple[tuple[str, int, int], ...]:
-    """What tells that an event file has grown."""
-    stats = ((path.name, path.stat()) for path in sorted(directory.glob("events.*.jsonl")))
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    """What tells that an event file has grown, or was put by; nothing of a directory that cannot be read."""
+    with suppress(OSError):
+        return tuple((part.path.name, part.size, part.changed) for part in event_files(directory))
+    return ()
