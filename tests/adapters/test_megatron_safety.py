@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -105,28 +106,46 @@ def test_an_abort_comes_out_of_tpwatch_run_with_its_own_exit_code(tmp_path: Path
     assert time.monotonic() - started < 60
 
 
-@pytest.mark.parametrize(("fault", "step"), [("ple-double-sum", 3), ("one-sided-gradient", 1)])
+CASES = ("abort:ple-double-sum", "abort:one-sided-gradient", "checkpoint_then_abort:ple-double-sum")
+LAYOUTS = {"dp2": (0, 1), "pp2": (2, 3)}
+"""Layout of four ranks in two TP groups, and the ranks of the one that has the fault."""
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def stopped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, str]:
+    """Where one layout has run all cases, what it said, and its name."""
+    out = tmp_path_factory.mktemp(request.param)
+    ended = _runs.ranks([IN_ONE_GROUP, str(out), request.param, *CASES], 4, timeout=120)
+    assert ended.codes == [0] * 4, ended.output[-4000:]
+    return out, ended.output, request.param
+
+
+@pytest.mark.parametrize(("case", "step"), list(zip(CASES, (3, 1, 3), strict=True)))
 def test_a_fault_in_one_group_stops_every_rank_of_the_job_at_the_same_step(
-    tmp_path: Path, fault: str, step: int
+    stopped: tuple[Path, str, str], case: str, step: int
 ) -> None:
-    """DP2xTP2, fault in the first TP group only: no data-parallel peer is left in a collective."""
-    ended = _runs.ranks([IN_ONE_GROUP, str(tmp_path), "abort", fault], 4, timeout=90)
-    assert ended.codes == [0] * 4, ended.output
+    """Data-parallel peers or another pipeline stage: no rank is left in a collective, or waiting for its neighbour."""
+    out, output, layout = stopped
+    directory = out / case.replace(":", "-")
     for rank in range(4):
-        assert f"rank {rank} stopped at step {step} in step {step}: {'0' if rank >= 2 else ''}" in ended.output
-    assert not list(tmp_path.glob("rank*.pt"))
-    assert json.loads((tmp_path / "abort.json").read_text())["step"] == step
-    assert [e["step"] for e in _runs.events(tmp_path, "abort")] == [step]
+        (said,) = re.findall(rf"(?m)^{case}: rank {rank} stopped at step (\d+) in step (\d+): (\d+) of (\d+)", output)
+        assert said[:2] == (str(step), str(step))
+        assert (int(said[2]) > 0) is (rank in LAYOUTS[layout])
+        assert int(said[3]) > 0
+    assert json.loads((directory / "abort.json").read_text())["step"] == step
+    assert [e["step"] for e in _runs.events(directory, "abort")] == [step]
+    if case.startswith("abort"):
+        assert not list(directory.glob("rank*.pt"))
 
 
-def test_a_checkpoint_is_saved_on_every_rank_before_the_stop(tmp_path: Path) -> None:
-    """checkpoint_then_abort: the trainer's save function, a collective, runs on all ranks; the checkpoint loads."""
-    ended = _runs.ranks([IN_ONE_GROUP, str(tmp_path), "checkpoint_then_abort"], 4, timeout=90)
-    assert ended.codes == [0] * 4, ended.output
+def test_a_checkpoint_is_saved_on_every_rank_before_the_stop(stopped: tuple[Path, str, str]) -> None:
+    """checkpoint_then_abort: the trainer's save function, a collective, runs on all ranks; training goes on from it."""
+    out, output, _ = stopped
     for rank in range(4):
-        saved = torch.load(tmp_path / f"rank{rank}.pt")
+        saved = torch.load(out / CASES[2].replace(":", "-") / f"rank{rank}.pt")
         assert saved["step"] == 3
         assert all(bool(v.isfinite().all()) for v in saved["model"].values() if isinstance(v, torch.Tensor))
+        assert re.search(rf"{CASES[2]}: rank {rank} goes on from its checkpoint, loss [0-9.]+", output)
 
 
 def test_a_threshold_stops_at_exactly_the_step_that_exceeds_it(tmp_path: Path) -> None:

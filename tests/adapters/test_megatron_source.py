@@ -24,7 +24,8 @@ def source(*parameters: torch.nn.Parameter, owned: int = 4) -> Any:
 
     facts = {"shape": (4,), "dtype": "float32", "replicated": True, "rule": "sum"}
     return MegatronSource(
-        [Parameter(p, 0, Candidate(str(i), grad_start=0, grad_stop=owned, **facts)) for i, p in enumerate(parameters)]
+        [Parameter(p, 0, Candidate(str(i), grad_start=0, grad_stop=owned, **facts)) for i, p in enumerate(parameters)],
+        None,
     )
 
 

@@ -31,6 +31,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from tpwatch.adapters.base import Groups, Host
+from tpwatch.adapters.megatron_changes import Changes
+from tpwatch.adapters.megatron_checkpoints import CheckpointSeams, states
 from tpwatch.adapters.megatron_params import Parameter, each_optimizer, parameters
 from tpwatch.config import Config, load
 from tpwatch.exchange import OUTSIDE
@@ -62,7 +64,6 @@ class Megatron:
         groups: Groups | None,
     ) -> Host:
         """Describe every parameter of the chunks; nothing is changed and no rank is asked."""
-        del config
         axis, group = self.group(groups)
         found = parameters(model, optimizer)
         device = found[0].tensor.device if found else torch.device("cpu")
@@ -72,8 +73,8 @@ class Megatron:
             candidates=[p.candidate for p in found],
             device=device,
             loss_scaler=any(getattr(o, "grad_scaler", None) is not None for o in each_optimizer(optimizer)),
-            source=lambda rows: MegatronSource([found[i] for i in rows]),
-            install=lambda watch: MegatronSeams(watch, model, optimizer),
+            source=lambda rows: MegatronSource([found[i] for i in rows], optimizer),
+            install=lambda watch: MegatronSeams(watch, model, optimizer, gate=config.checkpoint != "ignore"),
             versions={"megatron_core": importlib.import_module("megatron.core").__version__},
         )
 
@@ -99,9 +100,10 @@ class _Kept:
 class MegatronSource:
     """Hands out values and the gradients that the finalizer reads, in plan order."""
 
-    def __init__(self, found: Sequence[Parameter]) -> None:
+    def __init__(self, found: Sequence[Parameter], optimizer: Any) -> None:
         """`found` are the parameters of the plan."""
         self._found = found
+        self._optimizer = optimizer
         self._tensors = [p.tensor for p in found]
         self._values = [t.detach() for t in self._tensors]
         self._places = _addresses(self._tensors)
@@ -137,6 +139,10 @@ class MegatronSource:
         self._kept = _Kept(scope, gradients, trainable, look) if lasting else None
         return look
 
+    def states(self) -> Sequence[Sequence[torch.Tensor | None]]:
+        """Master and moments of each parameter."""
+        return states(self._optimizer, self._tensors)
+
     def _gradient(self, i: int, parameter: Parameter, scope: Scope) -> tuple[torch.Tensor | None, float]:
         candidate = parameter.candidate
         if parameter.chunk not in scope or candidate.grad_start == candidate.grad_stop:
@@ -171,8 +177,8 @@ class MegatronSeams:
     `remove` puts the very same objects back.
     """
 
-    def __init__(self, watch: Watch, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Install all seams."""
+    def __init__(self, watch: Watch, chunks: Sequence[Any], optimizer: Any, *, gate: bool = False) -> None:
+        """Install all seams; those of checkpoints only for a `gate`."""
         self._watch = watch
         self._chunks = {id(chunk): i for i, chunk in enumerate(chunks)}
         self._optimizer = optimizer
@@ -183,6 +189,8 @@ class MegatronSeams:
         self._active = True
         self._wrap_finalizer()
         self._wrap_optimizer()
+        self._checkpoints = CheckpointSeams(watch, optimizer) if gate else None
+        self._changes = Changes(chunks)
 
     # ------------------------------------------------------------------------------- Seams protocol
 
@@ -200,7 +208,8 @@ class MegatronSeams:
         Where the current object is not ours, ours becomes a pass-through and a note says so.
         """
         self._active = False
-        notes = []
+        self._changes.remove()
+        notes = [*self._checkpoints.remove()] if self._checkpoints else []
         if self.lost():
             notes.append(f"{FINALIZER} was replaced after attach: the replacement stays, ours passes through")
         else:
@@ -235,6 +244,7 @@ class MegatronSeams:
             if not self._active or not scope:
                 return original(model, *args, **kwargs)
             proceed = self._watch.finalizer_entered(scope)
+            self._watch.notice(self._changes.look)
             result = original(model, *args, **kwargs) if proceed else None
             self._watch.finalizer_left()
             return result

@@ -50,6 +50,15 @@ def parameters(chunks: Sequence[Any], optimizer: Any) -> list[Parameter]:
     return _with_unique_names(found)
 
 
+def named_parameters(chunks: Sequence[Any]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Global name and tensor of every parameter, in model order."""
+    for chunk in chunks:
+        bare = unwrap(chunk)
+        layers = _layer_numbers(bare)
+        for name, tensor in bare.named_parameters():
+            yield _global_name(name, layers), tensor
+
+
 def unwrap(chunk: Any) -> Any:
     """The bare model below DDP and precision wrappers."""
     while isinstance(getattr(chunk, "module", None), torch.nn.Module):

@@ -79,8 +79,10 @@ class Fault:
         """Expected norm(post) / norm(pre) at tensor-parallel size `tp`, where one is expected."""
         return float(tp) if self.multiplied_by_tp else None
 
-    def at(self, tp: int, dp: int | None = None, seed: int | None = None) -> LabConfig:
+    def at(self, tp: int, dp: int | None = None, seed: int | None = None, *, pp: int = 1) -> LabConfig:
         """The run of this entry at another layout and seed; None leaves what the entry says.
+
+        Each of `pp` pipeline stages is as deep as the whole model of the entry, so that a fault finds its layers in it.
 
         Raises:
             ConfigError: a size of the model does not divide by `tp`.
@@ -90,6 +92,8 @@ class Fault:
             own,
             tp=tp,
             dp=own.dp if dp is None else dp,
+            pp=pp,
+            layers=own.layers * pp,
             seed=own.seed if seed is None else seed,
             sequence_parallel=own.sequence_parallel and tp > 1,
         )

@@ -18,14 +18,17 @@ class LabConfig:
     """A tiny GPT under tensor parallelism; the defaults take some tens of milliseconds a step.
 
     Raises:
-        ConfigError: a size does not divide by the tensor-parallel size.
+        ConfigError: a size does not divide by the tensor-parallel or the pipeline-parallel size.
     """
 
     tp: int = 2
     """Tensor-parallel size."""
 
     dp: int = 1
-    """Data-parallel size; the world has `tp * dp` ranks."""
+    """Data-parallel size; the world has `tp * dp * pp` ranks."""
+
+    pp: int = 1
+    """Pipeline-parallel size; each stage has `layers / pp` of the layers."""
 
     sequence_parallel: bool = True
     """Norms work on a slice of the sequence, Megatron sums their gradients; needs `tp` > 1."""
@@ -55,7 +58,7 @@ class LabConfig:
     """Hidden size."""
 
     layers: int = 2
-    """Transformer layers."""
+    """Transformer layers; a multiple of `pp`."""
 
     heads: int = 4
     """Attention heads; a multiple of `tp`."""
@@ -82,14 +85,16 @@ class LabConfig:
     """Limit of the global gradient norm; 0 switches clipping off."""
 
     def __post_init__(self) -> None:
-        for knob in ("heads", "vocab", "seq"):
+        parts = {"heads": self.tp, "vocab": self.tp, "seq": self.tp, "layers": self.pp}
+        for knob, size in parts.items():
             value = getattr(self, knob)
-            if value % self.tp:
+            if value % size:
                 name = f"lab.{knob}"
-                rule = f"must be a multiple of the tensor-parallel size {self.tp}"
+                what = "pipeline-parallel" if knob == "layers" else "tensor-parallel"
+                rule = f"must be a multiple of the {what} size {size}"
                 raise ConfigError(name, value, rule, "Choose another size.")
 
     @property
     def world(self) -> int:
         """Number of ranks."""
-        return self.tp * self.dp
+        return self.tp * self.dp * self.pp

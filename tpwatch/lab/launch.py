@@ -43,6 +43,9 @@ class Job:
     dp: int | None = None
     """Data-parallel size; by default each entry's own."""
 
+    pp: int = 1
+    """Pipeline-parallel size; each stage is as deep as the entry's model."""
+
     steps: int = 6
     """Training steps."""
 
@@ -188,7 +191,7 @@ class Workers:
 
 
 def _world(job: Job, name: str) -> int:
-    return catalog.get(name).at(job.tp, job.dp).world
+    return catalog.get(name).at(job.tp, job.dp, pp=job.pp).world
 
 
 def _command(job: Job, names: Sequence[str]) -> list[str]:
@@ -198,6 +201,7 @@ def _command(job: Job, names: Sequence[str]) -> list[str]:
         "--fault": ",".join(names),
         "--tp": job.tp,
         "--dp": job.dp,
+        "--pp": job.pp if job.pp > 1 else None,
         "--steps": job.steps,
         "--out": out,
         "--seed": job.seed,

@@ -31,6 +31,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from tpwatch.lab.config import LabConfig
 from tpwatch.lab.data import Batch, batches
 
+SEEDS_APART = 100
+"""Distance between the seeds of two pipeline stages."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -80,13 +83,35 @@ class TrainingRun:
         finalize_model_grads(self.chunks, *args, **kwargs)
 
     def step(self, index: int) -> float:
-        """Train on the batches of step `index`; the loss of this rank, averaged over microbatches.
+        """Train on the batches of step `index`; the loss, averaged over microbatches.
 
         Zero the gradients; Megatron's schedule runs forward, backward and finalizer; update.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        loss = self._schedule(index)
+        self.optimizer.step()
+        for call in self.after_update:
+            call()
+        return loss
+
+    def evaluate(self, index: int) -> float:
+        """The loss on the batches of step `index`, forward only: no gradient, no finalizer, no update."""
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            loss = self._schedule(index, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
+        return loss
+
+    def close(self) -> None:
+        """Undo what the run changed outside itself; it is not to be stepped any more."""
+        self.on_close.close()
+
+    def _schedule(self, index: int, *, forward_only: bool = False) -> float:
+        """Run Megatron's own schedule over the microbatches of step `index`."""
         dp_rank = parallel_state.get_data_parallel_rank()
         losses: list[torch.Tensor] = get_forward_backward_func()(
             forward_step_func=self._forward_step,
@@ -95,15 +120,14 @@ class TrainingRun:
             num_microbatches=self.config.microbatches,
             seq_length=self.config.seq,
             micro_batch_size=self.config.batch,
+            forward_only=forward_only,
         )
-        self.optimizer.step()
-        for call in self.after_update:
-            call()
-        return float(torch.stack(losses).mean())
-
-    def close(self) -> None:
-        """Undo what the run changed outside itself; it is not to be stepped any more."""
-        self.on_close.close()
+        # Only the last pipeline stage has computed a loss, and tells the others.
+        mean = torch.stack(losses).mean() if losses else torch.zeros(())
+        if self.config.pp > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(mean, last, parallel_state.get_pipeline_model_parallel_group())
+        return float(mean)
 
     def _forward_step(self, data: Iterator[Batch], model: Any) -> tuple[Any, Any]:
         """Answer the schedule: the output of one microbatch and what makes it a loss."""
@@ -126,7 +150,8 @@ def build(config: LabConfig, edit_model: Callable[[Any], None] = lambda _model: 
     """Initialise Megatron's parallel state for `config` and return a run that is ready to step.
 
     `torch.distributed` must be initialised with `config.world` ranks. `edit_model` may replace
-    modules of the bare GPTModel. Weights and data depend on `config.seed`, not on the layout.
+    modules of the bare GPTModel. Weights and data depend on `config.seed` and the number of pipeline stages, not on the
+    rest of the layout.
     """
     _initialize_parallel_state(config)
     transformer_config = _transformer_config(config)
@@ -160,12 +185,15 @@ def _initialize_parallel_state(config: LabConfig) -> None:
     """Set up process groups, keeping those of the run before if the layout is the same; seed."""
     if parallel_state.model_parallel_is_initialized():
         tp = parallel_state.get_tensor_model_parallel_world_size()
-        if (tp, dist.get_world_size()) != (config.tp, config.world):
+        pp = parallel_state.get_pipeline_model_parallel_world_size()
+        if (tp, pp, dist.get_world_size()) != (config.tp, config.pp, config.world):
             parallel_state.destroy_model_parallel()
     if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(tensor_model_parallel_size=config.tp)
-    torch.manual_seed(config.seed)
-    tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
+        parallel_state.initialize_model_parallel(config.tp, config.pp)
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    seed = config.seed + SEEDS_APART * stage  # as Megatron does: no two stages begin alike
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def _transformer_config(config: LabConfig) -> TransformerConfig:
@@ -179,6 +207,7 @@ def _transformer_config(config: LabConfig) -> TransformerConfig:
         qk_layernorm=config.qk_layernorm,
         add_bias_linear=config.bias,
         tensor_model_parallel_size=config.tp,
+        pipeline_model_parallel_size=config.pp,
         sequence_parallel=config.sequence_parallel,
         calculate_per_token_loss=config.per_token_loss,
         use_cpu_initialization=True,
@@ -207,10 +236,12 @@ def _gpt(config: LabConfig, transformer_config: TransformerConfig) -> GPTModel:
         layer.submodules.self_attention.submodules.k_layernorm = MarkedRMSNorm
     return GPTModel(
         transformer_config,
-        TransformerBlockSubmodules([layer] * config.layers, layer_norm=MarkedRMSNorm),
+        TransformerBlockSubmodules([layer] * (config.layers // config.pp), layer_norm=MarkedRMSNorm),
         vocab_size=config.vocab,
         max_sequence_length=config.seq,
         position_embedding_type="rope",
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
 
 

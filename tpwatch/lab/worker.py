@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fault", required=True, help="names from the catalogue, with commas")
     parser.add_argument("--tp", type=int, default=2, help="tensor-parallel size")
     parser.add_argument("--dp", type=int, help="data-parallel size; by default what is left")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--out", required=True, help="run directory; DIR/<fault> if several")
     parser.add_argument("--fixed", action="store_true", help="apply the upstream fix")
@@ -103,10 +104,11 @@ def _train(entry: catalog.Fault, args: argparse.Namespace, several: bool) -> Out
     """Train one entry for `args.steps` steps, or until tpwatch stops it."""
     from tpwatch.lab import faults
 
-    config = entry.at(args.tp, args.dp or dist.get_world_size() // args.tp, args.seed)
+    dp = args.dp or dist.get_world_size() // (args.tp * args.pp)
+    config = entry.at(args.tp, dp, args.seed, pp=args.pp)
     if config.world != dist.get_world_size():
-        knob, rule = "tp x dp", f"must be the {dist.get_world_size()} ranks that were launched"
-        raise ConfigError(knob, f"{config.tp} x {config.dp}", rule, "Launch as many ranks.")
+        knob, rule = "tp x dp x pp", f"must be the {dist.get_world_size()} ranks that were launched"
+        raise ConfigError(knob, f"{config.tp} x {config.dp} x {config.pp}", rule, "Launch as many ranks.")
     losses: list[float] = []
     run, mechanism = faults.build(entry, config, fixed=args.fixed)
     with ExitStack() as cleanup:
