@@ -19,6 +19,7 @@ from tpwatch.report.table import printable, table
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "prometheus": ("prometheus-client",),
     "wandb": ("wandb",),
+    "wandb-workspace": ("wandb", "wandb-workspaces"),
     "otel": ("opentelemetry-sdk", "opentelemetry-exporter-otlp-proto-http"),
     "tensorboard": ("tensorboard",),
     "triton": ("triton",),

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import tpwatch
 from tpwatch._guard import shield
-from tpwatch.cli import demo, launch, rules, runs, settings
+from tpwatch.cli import demo, launch, rules, runs, settings, wandb
 from tpwatch.cli.codes import ERRORS, INTERNAL, USAGE
 from tpwatch.cli.output import warn
 from tpwatch.errors import TpwatchError
@@ -30,7 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tpwatch {tpwatch.__version__}")
     verbs = parser.add_subparsers(metavar="VERB", required=True)
-    for module in (launch, demo, runs, rules, settings):
+    for module in (launch, demo, runs, rules, settings, wandb):
         module.add_verbs(verbs)
     return parser
 

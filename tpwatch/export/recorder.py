@@ -1,21 +1,21 @@
 """From the monitor's events to the run directory and, beside it, to every sink that was asked for.
 
-Only the leader of a replica group writes; its peers stay silent.
+The leader of a replica group writes; another rank only speaks to sinks that have to live there, or stays silent.
 
 Knows the event file, `abort.json` and when the sinks are to finish; decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tpwatch.export.fanout import Fanout
-from tpwatch.export.jsonl import RunLog, write_abort
+from tpwatch.export.jsonl import Events, RunLog, write_abort
 from tpwatch.records import Finding, StepReport
 
 
 class Silent:
-    """Recorder of a rank that is not the leader of its group."""
+    """Recorder of a rank that has nobody to tell."""
 
     def check(self, report: StepReport) -> None:
         """Write nothing."""
@@ -29,55 +29,72 @@ class Silent:
     def note(self, step: int, text: str) -> None:
         """Write nothing."""
 
+    def job(self, step: int, view: Mapping[str, object]) -> None:
+        """Write nothing."""
+
     def abort(self, step: int, findings: Sequence[Finding]) -> None:
         """Write nothing."""
 
 
-class Leader:
-    """Recorder of a group leader."""
+class Teller:
+    """Recorder of a rank that has sinks and no event file."""
 
-    def __init__(self, log: RunLog, fanout: Fanout, launch_id: str) -> None:
-        """`fanout` has the sinks that `log` hands its lines to; `launch_id` ties an `abort.json` to its launch."""
-        self._log = log
+    def __init__(self, events: Events, fanout: Fanout) -> None:
+        """`fanout` has the sinks that `events` hands its lines to."""
+        self._events = events
         self._fanout = fanout
-        self._launch_id = launch_id
 
     def check(self, report: StepReport) -> None:
         """One checked step."""
-        self._log.check(report)
+        self._events.check(report)
 
     def finding(self, step: int, finding: Finding) -> None:
         """A finding that is new or has changed."""
-        self._log.finding(step, finding)
+        self._events.finding(step, finding)
 
     def status(self, step: int, not_exercised: Sequence[str], unverified: Sequence[str]) -> None:
         """Parameters about which no claim is made."""
-        self._log.status(step, not_exercised, unverified)
+        self._events.status(step, not_exercised, unverified)
 
     def note(self, step: int, text: str) -> None:
         """Anything else worth reading later."""
-        self._log.note(step, text)
+        self._events.note(step, text)
+
+    def job(self, step: int, view: Mapping[str, object]) -> None:
+        """What the job as a whole has found."""
+        self._events.job(step, view)
 
     def abort(self, step: int, findings: Sequence[Finding]) -> None:
-        """Write down why the run stops, then that it stops.
-
-        The order a reader after a kill relies on.
-        """
+        """Say why the run stops, then that it stops: the order a reader after a kill relies on."""
         for finding in findings:
-            self._log.finding(step, finding)
-        self._log.abort(step)
-        write_abort(self._log.path.parent, step, self._launch_id)
+            self._events.finding(step, finding)
+        self._events.abort(step)
 
     def close(self, findings: Sequence[Finding], step: int) -> None:
-        """Write every finding as it stands at the end, close the file, and wait a little for the sinks."""
+        """Say every finding as it stands at the end, and wait a little for the sinks."""
         try:
             for finding in findings:
-                self._log.finding(step, finding)
-            self._log.end(step)
+                self._events.finding(step, finding)
+            self._events.end(step)
         finally:
             self.leave()
 
     def leave(self) -> None:
         """Close the file and the sinks without a last word: the watch never began."""
-        self._log.close()
+        self._events.close()
         self._fanout.close()
+
+
+class Leader(Teller):
+    """Recorder of a group leader: event file, `abort.json` and sinks."""
+
+    def __init__(self, log: RunLog, fanout: Fanout, launch_id: str) -> None:
+        """`launch_id` ties an `abort.json` to its launch."""
+        super().__init__(log, fanout)
+        self._directory = log.path.parent
+        self._launch_id = launch_id
+
+    def abort(self, step: int, findings: Sequence[Finding]) -> None:
+        """As a `Teller`, then leave word for whoever started the run."""
+        super().abort(step, findings)
+        write_abort(self._directory, step, self._launch_id)

@@ -76,18 +76,37 @@ class Place:
 Factory = Callable[[Place], Sink]
 
 
-def chosen(config: Config) -> dict[str, Factory]:
-    """A factory for each sink that the configuration asks for, by name."""
+def chosen(config: Config, *, leader: bool = True, logs: bool = False) -> dict[str, Factory]:
+    """A factory for each sink that the configuration asks for on one rank, by name.
+
+    Args:
+        config: of the run.
+        leader: this rank leads its replica group, and has the sinks of the group.
+        logs: this rank has the trainer's tracker, and the sinks that log into it.
+    """
     found: dict[str, Factory] = {}
-    if config.prometheus.enabled:
-        found["prometheus"] = _prometheus
-    return found | {name: partial(_build, name) for name in config.sinks}
+    if leader:
+        sections = (config.prometheus, config.tensorboard, config.otel)
+        names = [section.PREFIX.rstrip(".") for section in sections if section.enabled]
+        found = {name: partial(_own, name) for name in names}
+        found |= {name: partial(_build, name) for name in config.sinks}
+    if logs and config.wandb.enabled:
+        found["wandb"] = partial(_own, "wandb")
+    return found
 
 
-def _prometheus(place: Place) -> Sink:
-    from tpwatch.export.prometheus import PrometheusSink
+_OWN = {
+    "prometheus": "PrometheusSink",
+    "tensorboard": "TensorBoardSink",
+    "otel": "OtelSink",
+    "wandb": "WandbSink",
+}
+"""Sinks of this package: each in the module of its name, imported where it is used, for it needs an extra."""
 
-    return PrometheusSink(place)
+
+def _own(name: str, place: Place) -> Sink:
+    factory: Factory = getattr(importlib.import_module(f"tpwatch.export.{name}"), _OWN[name])
+    return factory(place)
 
 
 def _build(name: str, place: Place) -> Sink:
