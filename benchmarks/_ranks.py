@@ -217,7 +217,7 @@ class Replicas:
         plan, config = WatchPlan("tp", tuple(ranks), tuple(specs)), Config()
         parts = Parts(
             plan=plan,
-            source=MegatronSource(self.found),
+            source=MegatronSource(self.found, None),
             exchange=Exchange(None),
             group_rank=rank,
             fingerprinter=choose(CPU),

@@ -41,7 +41,10 @@ from tpwatch.lab.config import LabConfig
 
 WARM = 6
 TIMED = 10
-MODES: Mapping[str, Mapping[str, int] | None] = {
+Modes = Mapping[str, Mapping[str, Any] | None]
+"""Ways to watch, by name: knobs, or None for not at all."""
+
+MODES: Modes = {
     "off": None,
     "every step": {"interval": 1, "deep_interval": 10},
     "every 10th step": {"interval": 10, "warmup": WARM},
@@ -86,13 +89,11 @@ MODELS: Mapping[str, Callable[[Any], None]] = {
 class Training:
     """One model in training, and who watches it just now."""
 
-    def __init__(self, config: LabConfig, edit_model: Callable[[Any], None], folder: Path, warm: int) -> None:
-        """Build the model. A collective."""
-        from tpwatch.lab.model import build
-
-        self.run = build(config, edit_model)
-        self.spent: dict[str, list[float]] = {name: [] for name in MODES}
-        self._folder, self._warm = folder, warm
+    def __init__(self, run: Any, modes: Modes, folder: Path, warm: int) -> None:  # noqa: ANN401 - a TrainingRun
+        """Train `run`; every block begins with `warm` steps that are not timed."""
+        self.run = run
+        self.spent: dict[str, list[float]] = {name: [] for name in modes}
+        self._modes, self._folder, self._warm = modes, folder, warm
         self._mode, self._watch = "", None
         self._steps, self._blocks = itertools.count(1), itertools.count()
 
@@ -106,12 +107,12 @@ class Training:
     def _enter(self, mode: str) -> None:
         self.leave()
         self._mode = mode
-        if (knobs := MODES[mode]) is not None:
+        if (knobs := self._modes[mode]) is not None:
             self._watch = self._attach(knobs)
         for _ in range(self._warm):
             self._step("")
 
-    def _attach(self, knobs: Mapping[str, int]) -> Any:  # noqa: ANN401 - a Watch, importable once torch is
+    def _attach(self, knobs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a Watch, importable once torch is
         import tpwatch
 
         out = {"out": str(self._folder / str(next(self._blocks)))}
@@ -143,12 +144,14 @@ class Training:
 
 def steps(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001
     """Both models, in one set of processes."""
+    from tpwatch.lab.model import build
+
     logging.getLogger("tpwatch").setLevel(logging.ERROR)
     rounds, calls, warm = (1, 2, 1) if tiny else (6, TIMED, WARM)
     cases, notes = {}, []
     with scratch() as folder:
         for name, edit in MODELS.items():
-            training = Training(TINY if tiny else SECOND, edit, Path(folder) / name, warm)
+            training = Training(build(TINY if tiny else SECOND, edit), MODES, Path(folder) / name, warm)
             subjects = [Subject(mode, partial(training.train, mode)) for mode in MODES]
             times = measure(subjects, rounds, calls)
             training.leave()
@@ -165,20 +168,23 @@ def steps(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001
 
 
 def in_words(times: Mapping[str, list[float]], spent: Mapping[str, list[float]], steps_a_round: int) -> str:
-    """What the times say: cost of each mode, and the noise."""
-    off = times["off"]
+    """What the times say: cost of each mode against the first, and the noise of that."""
+    first, off = next(iter(times.items()))
+    taken = (len(off) + 1) * steps_a_round  # the round that is not timed was watched too
     parts = []
-    for mode in list(times)[1:]:
-        pairs = sorted(watched / unwatched - 1.0 for watched, unwatched in zip(times[mode], off, strict=True))
-        taken = (len(off) + 1) * steps_a_round  # the round that is not timed was watched too
-        inside = statistics.median(spent[mode])
-        share = sum(spent[mode]) / taken / statistics.mean(times[mode])
-        parts.append(
-            f"{mode} {statistics.median(pairs):+.2%} of the step time (rounds {pairs[0]:+.2%} to {pairs[-1]:+.2%});"
-            f" inside tpwatch {inside * 1e3:.2f} ms a check, {share:.3%} of the time"
-        )
+    for mode, seconds in times.items():
+        said = []
+        if mode != first:
+            pairs = sorted(watched / reference - 1.0 for watched, reference in zip(seconds, off, strict=True))
+            ends = f"(rounds {pairs[0]:+.2%} to {pairs[-1]:+.2%})"
+            said.append(f"{statistics.median(pairs):+.2%} of the step time {ends}")
+        if spent[mode]:
+            inside, share = statistics.median(spent[mode]), sum(spent[mode]) / taken / statistics.mean(seconds)
+            said.append(f"inside tpwatch {inside * 1e3:.2f} ms a check, {share:.3%} of the time")
+        if said:
+            parts.append(f"{mode} {', '.join(said)}")
     spread = (max(off) - min(off)) / statistics.median(off)
-    return f"{'; '.join(parts)}; off varies by {spread:.2%} over {len(off)} rounds."
+    return f"{'; '.join(parts)}; {first} varies by {spread:.2%} over {len(off)} rounds."
 
 
 def host(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001
