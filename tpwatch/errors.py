@@ -12,6 +12,7 @@ This file knows no other module of the package.
 
 from __future__ import annotations
 
+import reprlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,6 +25,25 @@ class TpwatchError(Exception):
     """Root of the tree: catch it to catch everything tpwatch raises on purpose."""
 
 
+class _Brief(reprlib.Repr):
+    """`repr` of bounded length: a few lines of YAML with anchors can stand for more text than there is memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother = 3, 400, 400
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 12
+
+    def repr_int(self, x: int, level: int) -> str:
+        """Whole numbers of thousands of digits have no `repr`."""
+        del level
+        return repr(x) if abs(x) < 10**40 else f"{hex(x)[:40]}..."
+
+
+def brief(value: object) -> str:
+    """A value as it stands in a message: `repr`, but short whatever the value is."""
+    return _Brief().repr(value)
+
+
 class ConfigError(TpwatchError, ValueError):
     """A configuration knob has a value that breaks a rule.
 
@@ -33,7 +53,7 @@ class ConfigError(TpwatchError, ValueError):
 
     def __init__(self, knob: str, value: object, rule: str, remedy: str) -> None:
         """Build the message ``knob = value: rule. remedy``."""
-        super().__init__(f"{knob} = {value!r}: {rule}. {remedy}")
+        super().__init__(f"{knob} = {brief(value)}: {rule}. {remedy}")
         self.knob = knob
         self.value = value
         self.rule = rule
@@ -95,17 +115,23 @@ class ReplicaFault(TpwatchError, RuntimeError):
     ``step``, ``elsewhere`` (faults by kind over all replica groups).
     """
 
-    def __init__(self, findings: Sequence[Finding], step: int, elsewhere: Mapping[str, int] | None = None) -> None:
-        """Build a one-line message from the first finding, or from what other groups said."""
+    def __init__(
+        self,
+        findings: Sequence[Finding],
+        step: int,
+        elsewhere: Mapping[str, int] | None = None,
+        what: str = "stopped the run",
+    ) -> None:
+        """Build a one-line message from the first finding, or from what other groups said; `what` tpwatch did."""
         self.findings = tuple(findings)
         self.step = step
         self.elsewhere = dict(elsewhere or {})
-        super().__init__(f"tpwatch stopped the run at step {step}: {self._why()}")
+        super().__init__(f"tpwatch {what} at step {step}: {self._why()}")
 
     def _why(self) -> str:
         if not self.findings:
             kinds = ", ".join(f"{count} x {kind}" for kind, count in self.elsewhere.items())
-            return f"faults in another replica group ({kinds}). See the run directory."
+            return f"faults in another replica group, or not confirmed yet ({kinds}). See the run directory."
         first = self.findings[0]
         more = f" (and {len(self.findings) - 1} more)" if len(self.findings) > 1 else ""
         return f"{first.kind} of {first.parameter}{more}. {first.advice}"

@@ -118,3 +118,10 @@ def next_round(store: Store, what: str, rank: int) -> int:
     The same number on every rank for the same meeting.
     """
     return int(store.add(f"tpwatch/round/{what}/{rank}", 1))
+
+
+def agree_to(what: str, rank: int, ranks: Sequence[int], timeout: float) -> str:
+    """Meet `ranks` over one question, as often as it comes up; empty if all came, else the reason."""
+    store, name = default_store(), f"{what}/{ranks[0]}-{ranks[-1]}"
+    number = next_round(store, name, rank)
+    return Meeting(store, f"{name}/{number}", rank, ranks, timeout).hold({})

@@ -46,6 +46,11 @@ class JobView:
     ratio: float
     max_abs: float
 
+    def to_json(self) -> dict[str, object]:
+        """As an event says it. Measures to three digits: their last ones change at every step and tell nothing."""
+        ratio, max_abs = (float(f"{measure:.3g}") for measure in (self.ratio, self.max_abs))
+        return {"counts": dict(self.counts), "ratio": ratio, "max_abs": max_abs, "stopping": self.stop}
+
 
 class Job:
     """The meeting of all ranks. Two collectives a meeting: a sum of counts and a maximum of measures."""

@@ -7,7 +7,7 @@ training thread. Knows events and the guard, not what is in them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tpwatch._guard import Guard
 from tpwatch.diagnose import Diagnosis
@@ -21,7 +21,7 @@ class Ledger:
     def __init__(self, recorder: Recorder, guard: Guard) -> None:
         """Nothing is written yet."""
         self._recorder = recorder
-        self._guard = guard
+        self.guard = guard
         self._lock = threading.Lock()
         self._status: tuple[Sequence[str], Sequence[str]] = ((), ())
 
@@ -37,6 +37,10 @@ class Ledger:
         """Anything else worth reading later."""
         self._write(lambda: self._recorder.note(step, text))
 
+    def job(self, step: int, view: Mapping[str, object]) -> None:
+        """What the job as a whole has found."""
+        self._write(lambda: self._recorder.job(step, view))
+
     def abort(self, step: int, findings: Sequence[Finding]) -> None:
         """The run is about to be stopped."""
         self._write(lambda: self._recorder.abort(step, findings))
@@ -50,4 +54,4 @@ class Ledger:
 
     def _write(self, event: Callable[[], None]) -> None:
         with self._lock:
-            self._guard.attempt("recording", event)
+            self.guard.attempt("recording", event)

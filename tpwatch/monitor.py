@@ -29,7 +29,6 @@ from tpwatch.exchange import (
     Layout,
     Pending,
     ReadBack,
-    Reduced,
     header_of,
     reduction_flags,
 )  # fmt: skip
@@ -41,6 +40,8 @@ from tpwatch.pace import Pace
 from tpwatch.parts import Check, Parts, Scope
 from tpwatch.presence import Presence
 from tpwatch.records import Evidence, Finding, StepReport
+from tpwatch.reduced import Reduced
+from tpwatch.resync import Resync
 
 
 class Monitor:
@@ -68,6 +69,7 @@ class Monitor:
         self._entry_rows = torch.zeros(2 * n, ROW, dtype=torch.float64, device=parts.device)
         self._exit_rows = torch.zeros(n, ROW, dtype=torch.float64, device=parts.device)
         self._prompt = parts.device.type == "cpu" if config.guard == "auto" else config.guard == "before_update"
+        self._resync = Resync(parts, config.resync, self.ledger) if config.resync != "off" else None
         self._presence = Presence(parts.exchange, parts.plan.ranks, parts.group_rank, parts.device)
         self._signatures: dict[int, torch.Tensor] = {}
         self._open: Check | None = None
@@ -151,7 +153,9 @@ class Monitor:
         check.fingerprinting += self.parts.clock() - started
         if not packed.ok:
             buffer.zero_()
-        self._buffers.seal(buffer, self._header(check, phase, failed=not packed.ok))
+        header = self._header(check, phase, failed=not packed.ok)
+        if not self.guard.attempt("sealing", self._buffers.seal, buffer, header).ok:
+            buffer, check.targets = self._buffers.disabled, ()
         self.parts.exchange.reduce_max(buffer)
         return self._readback.start(buffer)
 
@@ -255,6 +259,8 @@ class Monitor:
         check.seconds, check.diagnosing = check.seconds + ended - started, ended - judging
         self._record(check, reduced, evidence, outcome)
         self._act(check.at.step, outcome)
+        if self._resync is not None:
+            self._resync.mend(check.at.step, reduced.apart(), self.parts.diagnosis.findings)
         self._keep_pace(check, reduced)
 
     def _observe(self, check: Check, reduced: Reduced, evidence: Mapping[int, Evidence]) -> Outcome:

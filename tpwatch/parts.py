@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +32,10 @@ class Look:
       owned here."""
 
 
+STATES = ("master", "exp_avg", "exp_avg_sq", "momentum_buffer")
+"""What an optimizer keeps of a parameter and copies of it must agree in: the fp32 master and the moments."""
+
+
 class Source(Protocol):
     """Where the tensors of a plan come from; an adapter implements it."""
 
@@ -43,9 +47,13 @@ class Source(Protocol):
         """Gradients the framework is about to reduce, or has just reduced, in plan order."""
         ...
 
+    def states(self) -> Sequence[Sequence[torch.Tensor | None]]:
+        """What the optimizer keeps of each replica on this rank, in plan order, each as in `STATES`."""
+        ...
+
 
 class Recorder(Protocol):
-    """Where events go. Only the leader of a replica group writes; the others hold a silent one."""
+    """Where events go. Most ranks hold a silent one."""
 
     def check(self, report: StepReport) -> None:
         """One checked step."""
@@ -61,6 +69,10 @@ class Recorder(Protocol):
 
     def note(self, step: int, text: str) -> None:
         """Anything else worth reading later."""
+        ...
+
+    def job(self, step: int, view: Mapping[str, object]) -> None:
+        """What all replica groups of the job together have found, where that has changed."""
         ...
 
     def abort(self, step: int, findings: Sequence[Finding]) -> None:

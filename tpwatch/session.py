@@ -30,17 +30,18 @@ from tpwatch.config import Config, load
 from tpwatch.diagnose import Diagnosis, layout_finding
 from tpwatch.discover import Difference, Discovery, agree, discover, restrict
 from tpwatch.engine import Engine, Membership
+from tpwatch.errors import ConfigError
 from tpwatch.exchange import Exchange
 from tpwatch.export import Place
 from tpwatch.export.fanout import Fanout
-from tpwatch.export.jsonl import RunLog, write_meta, write_summary
-from tpwatch.export.recorder import Leader, Silent
+from tpwatch.export.jsonl import Events, RunLog, write_meta, write_summary
+from tpwatch.export.recorder import Leader, Silent, Teller
 from tpwatch.export.sinks import chosen
 from tpwatch.fingerprint import choose as choose_fingerprinter
 from tpwatch.handshake import Meeting, default_store, next_round
 from tpwatch.job import Job
 from tpwatch.monitor import Monitor
-from tpwatch.parts import Parts
+from tpwatch.parts import Parts, Recorder
 from tpwatch.records import WatchPlan
 from tpwatch.report.summary import summarize
 from tpwatch.watch import Watch
@@ -81,7 +82,11 @@ def attach(  # noqa: PLR0913 - the contract of DESIGN section 6
     guard = Guard(settings.max_errors, debug=os.environ.get("TPWATCH_DEBUG") == "1")
     if not (dist.is_available() and dist.is_initialized()):
         return _inert(settings, guard, "torch.distributed is not initialised: one rank has nothing to compare")
-    session = Session(settings, guard)
+    if settings.enabled:
+        _check_rank(settings)
+    session = guard.attempt("attach", Session, settings, guard).value
+    if session is None:  # the store is gone already
+        return _inert(settings, guard, f"attach failed: {guard.last_error}")
     if not settings.enabled:
         outcome = guard.attempt("attach", session.decline)
         return outcome.value or _inert(settings, guard, "disabled")
@@ -95,6 +100,14 @@ def attach(  # noqa: PLR0913 - the contract of DESIGN section 6
 def _inert(config: Config, guard: Guard, reason: str) -> Watch:
     logger.warning("tpwatch: not watching: %s", reason)
     return Watch(config, guard, reason=reason)
+
+
+def _check_rank(config: Config) -> None:
+    world, rank = dist.get_world_size(), config.wandb.rank
+    if config.wandb.enabled and not -world <= rank < world:
+        rule = f"must be a rank of this job of {world}, or count from its end"
+        remedy = "Give the rank on which your trainer logs; -1 is the last."
+        raise ConfigError(knob="wandb.rank", value=rank, rule=rule, remedy=remedy)
 
 
 _SWITCHED_OFF = "switched off (TPWATCH_DISABLED or enabled: false)"
@@ -122,7 +135,7 @@ class Session:
         self.world = list(range(dist.get_world_size()))
         self.store = default_store()
         self.round = next_round(self.store, "attach", self.rank)
-        self._leader: Leader | None = None
+        self._teller: Teller | None = None
 
     def decline(self) -> Watch:
         """Tell the other ranks that this one is switched off, and wait for nobody."""
@@ -209,36 +222,45 @@ class Session:
         )  # fmt: skip
         return Monitor(parts, self.config, self.guard)
 
-    def _recorder(self, host: Host, plan: WatchPlan, directory: str, fingerprint: Mapping[str, str]) -> Leader | Silent:
-        """Event file and sinks of the group; silent on ranks that write nothing."""
+    def _recorder(self, host: Host, plan: WatchPlan, directory: str, fingerprint: Mapping[str, str]) -> Recorder:
+        """Event file and sinks of this rank; silent on ranks that have neither."""
         alone = len(plan.ranks) == 1 and self.rank != 0
-        if self.rank != plan.ranks[0] or alone:
+        leads = self.rank == plan.ranks[0] and not alone
+        sinks = chosen(self.config, leader=leads, logs=self.rank == self.config.wandb.rank % dist.get_world_size())
+        if not leads and not sinks:
             return Silent()
-        fanout = Fanout(chosen(self.config), Place(self.config, Path(directory), plan.group))
-        log = RunLog(directory, plan.group, f"{self.round}-{os.getpid()}", fanout.hand_over)
+        fanout = Fanout(sinks, Place(self.config, Path(directory), plan.group))
+        incarnation = f"{self.round}-{os.getpid()}"
+        events: Events
+        if leads:
+            events = log = RunLog(directory, plan.group, incarnation, fanout.hand_over)
+            teller: Teller = Leader(log, fanout, os.environ.get("TPWATCH_LAUNCH_ID", ""))
+        else:
+            events = Events(incarnation, lambda _event, line: fanout.hand_over(line))
+            teller = Teller(events, fanout)
         versions = {
             "tpwatch": tpwatch.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
         facts = {"fingerprint": fingerprint, "versions": {**versions, **host.versions}}
-        log.start(plan, self.config.start_step, self.config, **facts)
-        self._leader = Leader(log, fanout, os.environ.get("TPWATCH_LAUNCH_ID", ""))
-        return self._leader
+        events.start(plan, self.config.start_step, self.config, **facts)
+        self._teller = teller
+        return teller
 
     def _engine(self, host: Host, monitor: Monitor, directory: str) -> Engine:
         plan = monitor.parts.plan
 
         def close(step: int) -> None:
-            if self._leader is not None:
-                self._leader.close(monitor.parts.diagnosis.findings, step)
+            if self._teller is not None:
+                self._teller.close(monitor.parts.diagnosis.findings, step)
 
         def conclude() -> None:
             if self.rank == 0:
                 write_summary(directory, summarize(directory))
 
         membership = Membership(self.rank, plan.ranks, self.world)
-        meets = self.config.can_stop or self.config.job_wide
+        meets = self.config.meets or self.config.checkpoint == "refuse"
         job = Job(leader=self.rank == plan.ranks[0], device=host.device) if meets else None
         return Engine(monitor, job, membership, directory, close, conclude)
 
@@ -264,8 +286,8 @@ class Session:
         """Stay off: one warning for the job, not one per rank. What was built is taken down again."""
         if built is not None:
             built.call_off()
-        if self._leader is not None:
-            self.guard.attempt("closing", self._leader.leave)
+        if self._teller is not None:
+            self.guard.attempt("closing", self._teller.leave)
         level = logging.WARNING if self.rank == 0 else logging.DEBUG
         logger.log(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
         return Watch(self.config, self.guard, reason=reason)

@@ -7,7 +7,7 @@ for its peers do. Knows policy and findings; the vector itself is `job`'s.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from tpwatch._guard import Guard
 from tpwatch.act import wants_checkpoint
@@ -31,6 +31,7 @@ class Stop:
         self._guard = guard
         self.view: JobView | None = None
         """What the job said last."""
+        self._told: Mapping[str, object] = {}
         self.saves: list[Callable[[int], None]] = []
         """Called with the step before a stop that asks for a checkpoint."""
 
@@ -47,8 +48,16 @@ class Stop:
         if view is None:
             return
         self.view = view
+        self._tell(view)
         if view.stop and sum(view.counts.values()) >= self._config.max_faults:
             self._stop(view)
+
+    def _tell(self, view: JobView) -> None:
+        """Write down what the job said if it said something else before."""
+        told = view.to_json()
+        if told != self._told:
+            self._told = told
+            self._monitor.ledger.job(view.step, told)
 
     def _word(self) -> Word:
         causes = [f for f in self._monitor.parts.diagnosis.findings if f.counts]

@@ -10,14 +10,19 @@ was replaced. Every call comes through the guard; only `ReplicaFault` gets out.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 
 from tpwatch._guard import Guard
 from tpwatch.config import Config
 from tpwatch.diagnose import skipped_finding
 from tpwatch.engine import Engine, Seams
-from tpwatch.handshake import Meeting, default_store, next_round
+from tpwatch.gate import Gate
+from tpwatch.handshake import agree_to
 from tpwatch.job import JobView
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Scope
@@ -52,13 +57,17 @@ class Watch:
         self._engine = engine
         self.monitor = engine.monitor if engine else None
         """The monitor of this rank's replica group; None in an inert Watch."""
-        self._stop = Stop(engine.job, engine.monitor, config, guard) if engine and engine.job else None
+        self._stop = Stop(engine.job, engine.monitor, config, guard) if engine and engine.job and config.meets else None
+        self._gate = (
+            Gate(engine.monitor, engine.job, config, guard) if engine and config.checkpoint != "ignore" else None
+        )
         self._seams: Seams | None = None
         self._step = config.start_step + 1
         self._calls = 0
         self._ever_called = False
         self._ready_seen = False
         self._skipped = 0
+        self._first_skipped = 0
         self._twice_noted = False
         self._awake = False
         self._closed = False
@@ -87,7 +96,7 @@ class Watch:
 
     @property
     def job_view(self) -> JobView | None:
-        """What the job as a whole said at the last step at which all ranks met (`Config.can_stop`, `job_wide`)."""
+        """What the job as a whole said at the last step at which all ranks met (see `Config.meets`)."""
         return self._stop.view if self._stop else None
 
     def on_finding(self, listener: Callable[[Sequence[Finding]], None]) -> None:
@@ -117,13 +126,34 @@ class Watch:
         """
         self._run("values check", lambda monitor: monitor.check_values(self._step - 1))
 
+    def before_save(self) -> None:
+        """A checkpoint is about to be saved: compare the copies (knob `checkpoint`).
+
+        A collective over the job, as saving is. Adapters call it where a framework saves; call it yourself around a
+        save function of your own.
+
+        Raises:
+            ReplicaFault: copies differ somewhere in the job, and `checkpoint: refuse` is set; on every rank.
+        """
+        if self._gate is not None and self._awake and not self._closed:
+            self._gate.before_save(self._step - 1)
+
+    def after_save(self, directory: str | os.PathLike[str]) -> None:
+        """A checkpoint was saved to `directory`: leave word in it where `checkpoint: annotate` asks for that."""
+        if self._gate is not None and self.enabled:
+            self._gate.after_save(self._step - 1, Path(directory))
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Around loading a checkpoint: compare the copies before and after. A collective over the replica group."""
+        return self._gate.loading(self._step - 1) if self._gate is not None and self.enabled else nullcontext()
+
     def finish(self) -> None:
         """A normal end.
 
-        One last comparison of values if every rank agrees to it in time, then `detach`.
+        One last comparison of values if every rank of the group agrees to it in time, then `detach`.
         """
         try:
-            if self.enabled and self._meet("finish", everyone=True):
+            if self.enabled and self._meet("finish"):
                 self.check()
         finally:
             self._close(last_word=True, wait=True)
@@ -186,15 +216,18 @@ class Watch:
         self._run("entry", lambda monitor: monitor.before_reduction(self._step, self._calls, scope))
         return not self._about_to_stop()
 
+    def notice(self, look: Callable[[], str]) -> None:
+        """Let an adapter look for what the host has changed and nothing here follows; a note says what it tells."""
+        told = self._guard.attempt("looking for changes", look).value
+        if told:
+            self._note(told)
+
     def finalizer_left(self) -> None:
         """The framework has reduced them."""
         self._run("exit", lambda monitor: monitor.after_reduction())
 
     def gradients_ready(self) -> None:
-        """The optimizer is about to use the gradients.
-
-        May come twice in a step; only the first counts.
-        """
+        """The optimizer is about to use the gradients. May come twice in a step; only the first counts."""
         if self._closed or not self._awake or self._ready_seen:
             return
         self._ready_seen = True
@@ -244,12 +277,21 @@ class Watch:
             self._reinstall(seams)
             return
         self._skipped += 1
-        finding = skipped_finding(monitor.parts.plan, self._step, self._skipped)
-        self._run("finalizer protocol", lambda m: m.report(self._step, [finding]))
+        self._first_skipped = self._first_skipped or self._step
+        self._run("finalizer protocol", self._tell_skipped)
         if not self._ever_called and self._skipped == self.config.patience and self._meet("bypass"):
             self._note(f"finalizer never called: replicas compared once, before the update of step {self._step}")
             self._run("entry", lambda m: m.before_reduction(self._step, 1, self._scope()))
             self._run("exit", lambda m: m.after_reduction())
+
+    def _tell_skipped(self, monitor: Monitor) -> None:
+        """Counted every time, said and written down again whenever the count has doubled."""
+        finding = skipped_finding(monitor.parts.plan, self._step, self._skipped)
+        finding = replace(finding, first_step=self._first_skipped)  # not all of the steps between need be skipped ones
+        if self._skipped & (self._skipped - 1):
+            monitor.parts.diagnosis.add(finding)
+        else:
+            monitor.report(self._step, [finding])
 
     def _reinstall(self, seams: Seams) -> None:
         if self._meet("reinstall"):
@@ -264,15 +306,9 @@ class Watch:
         if self._engine is None:
             return False
         who = self._engine.membership
-
-        def meet() -> str:
-            store, ranks = default_store(), who.world_ranks if everyone else who.group_ranks
-            name = f"{what}/{ranks[0]}-{ranks[-1]}"
-            number = next_round(store, name, who.rank)
-            timeout = min(FINISH_TIMEOUT, self.config.handshake_timeout)
-            return Meeting(store, f"{name}/{number}", who.rank, ranks, timeout).hold({})
-
-        outcome = self._guard.attempt(f"meeting for {what}", meet)
+        ranks = who.world_ranks if everyone else who.group_ranks
+        timeout = min(FINISH_TIMEOUT, self.config.handshake_timeout)
+        outcome = self._guard.attempt(f"meeting for {what}", agree_to, what, who.rank, ranks, timeout)
         if outcome.value:
             logger.info("tpwatch: no %s: %s", what, outcome.value)
         return outcome.value == ""
@@ -281,10 +317,7 @@ class Watch:
         self._run("note", lambda monitor: monitor.ledger.note(self._step, text))
 
     def _run(self, what: str, act: Callable[[Monitor], None]) -> None:
-        """Every call into the monitor.
-
-        Through the guard, and never again after a collective has failed.
-        """
+        """Every call into the monitor: through the guard, and never again after a collective has failed."""
         if not self.enabled or self.monitor is None:
             return
         monitor = self.monitor

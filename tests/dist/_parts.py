@@ -6,7 +6,7 @@ decides are the real ones. The framework's own reduction is a real all-reduce, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from tpwatch.discover import Candidate
 from tpwatch.exchange import OUTSIDE, Exchange
 from tpwatch.fingerprint import choose
 from tpwatch.monitor import Monitor
-from tpwatch.parts import Look, Parts, Scope
+from tpwatch.parts import STATES, Look, Parts, Scope
 from tpwatch.records import Finding, ReplicaSpec, Rule, StepReport, WatchPlan
 from tpwatch.watch import Watch
 
@@ -42,6 +42,8 @@ class Memory:
     failing_looks: int = 0
     """So many of the next looks raise, as a broken adapter would."""
     looks_before_failing: int = 0
+    kept: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    """What the optimizer keeps of each parameter, by name as in `STATES`."""
 
     def values(self) -> Sequence[torch.Tensor]:
         """Return the parameters."""
@@ -57,6 +59,11 @@ class Memory:
         if not scope:
             return Look([None] * len(self.gradients), [OUTSIDE] * len(self.gradients))
         return Look(list(self.gradients), [float(g is not None) for g in self.gradients])
+
+    def states(self) -> Sequence[Sequence[torch.Tensor | None]]:
+        """Return what the optimizer keeps; nothing where no test said otherwise."""
+        kept = self.kept or [{}] * len(self.parameters)
+        return [[one.get(label) for label in STATES] for one in kept]
 
 
 @dataclass
@@ -80,6 +87,10 @@ class Memo:
     def note(self, step: int, text: str) -> None:
         """Remember a note."""
         self.events.append(("note", step, text))
+
+    def job(self, step: int, view: Mapping[str, object]) -> None:
+        """Remember what the job said."""
+        self.events.append(("job", step, dict(view)))
 
     def abort(self, step: int, findings: Sequence[Finding]) -> None:
         """Remember that the run was stopped."""

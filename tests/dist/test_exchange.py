@@ -22,13 +22,13 @@ from tpwatch.exchange import (
     Header,
     Layout,
     ReadBack,
-    Reduced,
     header_of,
     presence_flags,
     reduction_flags,
 )
 from tpwatch.fingerprint import choose
 from tpwatch.fingerprint.layout import ROW
+from tpwatch.reduced import Reduced
 
 AGREED = (0.0, 1.0, 7.0, 11.0, 13.0, 0.0, 0.0, 0.0, 0.0)
 """A header: phase, call, step, two halves of the plan, targets, failed, disabled, slow."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tpwatch
 from tests.dist._parts import Gradients, Toy, ToyAdapter, normal
 from tpwatch import session
-from tpwatch.errors import ReplicaFault
+from tpwatch.errors import ConfigError, ReplicaFault
 from tpwatch.records import Finding, Rule
 from tpwatch.watch import Watch
 
@@ -482,3 +482,18 @@ def test_nothing_but_a_replica_fault_gets_out(tmp_path: Path, gloo_ranks: Ranks)
     """A monitor that fails in every step costs no step of training, on any rank."""
     assert gloo_ranks(2, guarded, str(tmp_path), timeout=60) == [(5, False)] * 2
     assert any("internal error" in note for note in notes(tmp_path))
+
+
+def out_of_range(_rank: int, out: str, rank: int) -> str:
+    """Name a rank that the job of two does not have; the error's text."""
+    with pytest.raises(ConfigError) as error:
+        attach(toy(), out, wandb={"enabled": True, "rank": rank})
+    return str(error.value)
+
+
+@pytest.mark.parametrize("rank", [2, -3])
+def test_the_rank_that_logs_must_be_one_of_the_job(tmp_path: Path, gloo_ranks: Ranks, rank: int) -> None:
+    """Else nothing would be logged, and nobody would say so."""
+    for said in gloo_ranks(2, out_of_range, str(tmp_path), rank, timeout=60):
+        assert f"wandb.rank = {rank}" in said
+        assert "job of 2" in said

@@ -278,6 +278,15 @@ def test_partials_are_gathered_patience_times_then_every_deep_interval() -> None
     assert gathers(run) == [2, 3, 10, 20, 30]
 
 
+def test_a_sparse_schedule_has_its_deep_checks_too() -> None:
+    """The first check at or behind each multiple of `deep_interval` is deep, whether or not it is a multiple itself."""
+    run = watched(config=Config(patience=2, deep_interval=10))
+    checked = range(1, 64, 7)
+    for step in checked:
+        run.step(summed(partials()), number=step)
+    assert [step for step, asked in zip(checked, run.asked, strict=True) if 0 in asked] == [8, 15, 22, 36, 43, 50]
+
+
 def test_copies_are_never_gathered() -> None:
     """Tier 1 says all there is to say."""
     run = watched(config=Config(deep_interval=5))

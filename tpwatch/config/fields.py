@@ -29,9 +29,15 @@ from typing import (
     get_type_hints,
 )
 
-from tpwatch.errors import ConfigError
+from tpwatch.errors import ConfigError, brief
 
 S = TypeVar("S", bound="Section")
+
+LARGEST = 10**18
+"""Whole numbers below it have room everywhere: in a tensor, in JSON, in a message."""
+
+LONGEST_NAME = 100
+"""Characters of a misspelt name that are compared with the names there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +91,7 @@ def build(cls: type[S], values: Mapping[str, Any]) -> S:
     """A section from a mapping; a key that is no knob is an error with the nearest one that is."""
     valid = [cls.PREFIX + name for name in hints(cls)]
     for key, value in values.items():
-        if (name := f"{cls.PREFIX}{key}") not in valid:
+        if (name := f"{cls.PREFIX}{as_text(key)}") not in valid:
             raise unknown(name, value, "unknown key", valid)
     return cls(**values)
 
@@ -97,8 +103,13 @@ def unknown(name: str, value: object, rule: str, valid: Sequence[str]) -> Config
 
 def nearest(name: str, valid: Sequence[str]) -> str:
     """What to do about a name that does not exist: the nearest one that does, or all of them."""
-    near = difflib.get_close_matches(name, valid, n=1)
+    near = difflib.get_close_matches(name[:LONGEST_NAME], valid, n=1)
     return f"Did you mean {near[0]}?" if near else f"Valid: {', '.join(valid)}."
+
+
+def as_text(value: object) -> str:
+    """Text as it is, anything else that YAML may hold in short."""
+    return value if isinstance(value, str) else brief(value)
 
 
 # --------------------------------------------------------------------------------- conversion
@@ -136,7 +147,7 @@ def _choice(knob: str, choices: tuple[Any, ...], value: object) -> object:
     if isinstance(value, str) and value in choices:
         return value
     rule = f"must be one of {', '.join(choices)}"
-    raise ConfigError(knob, value, rule, nearest(str(value), choices))
+    raise ConfigError(knob, value, rule, nearest(as_text(value), choices))
 
 
 def _texts(knob: str, _args: tuple[Any, ...], value: object) -> tuple[str, ...]:
@@ -149,7 +160,7 @@ def _rules(knob: str, args: tuple[Any, ...], value: object) -> dict[str, object]
     if not isinstance(value, Mapping):
         rule = "must map patterns to rules"
         raise ConfigError(knob, value, rule, "Write pairs: {PATTERN: RULE}.")
-    return {str(k): convert(f"{knob}[{k!r}]", args[1], item) for k, item in value.items()}
+    return {as_text(k): convert(f"{knob}[{brief(k)}]", args[1], item) for k, item in value.items()}
 
 
 def _section(knob: str, cls: type[S], value: object) -> S:
@@ -169,9 +180,9 @@ def _bool(knob: str, value: object) -> bool:
 
 
 def _int(knob: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) < LARGEST:
         return value
-    raise ConfigError(knob, value, "must be a whole number", "Write digits without quotes.")
+    raise ConfigError(knob, value, "must be a whole number of at most 18 digits", "Write digits without quotes.")
 
 
 def _float(knob: str, value: object) -> float:
@@ -180,7 +191,7 @@ def _float(knob: str, value: object) -> float:
     if isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             number = math.nan
     if math.isfinite(number):
         return number

@@ -113,6 +113,46 @@ _LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wandb(Section):
+    """Scalars, a table of findings and alerts in the trainer's own run of Weights & Biases."""
+
+    PREFIX: ClassVar[str] = "wandb."
+
+    enabled: bool = False
+    """Log into the run that the trainer has open; needs the extra `tpwatch[wandb]`. All ranks of the job meet then."""
+    rank: int = -1
+    """Global rank that has the run; -1 is the last one, where Megatron logs."""
+    alerts: bool = True
+    """Send an alert (`run.alert`) for every new fault."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorBoard(Section):
+    """Scalars and findings for TensorBoard, written by the leader of each replica group."""
+
+    PREFIX: ClassVar[str] = "tensorboard."
+
+    enabled: bool = False
+    """Write event files; needs the extra `tpwatch[tensorboard]`."""
+    directory: str | None = None
+    """Where the event files go, a folder a group; by default `tensorboard` in the run directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenTelemetry(Section):
+    """Metrics and findings over OTLP (HTTP), sent by the leader of each replica group."""
+
+    PREFIX: ClassVar[str] = "otel."
+
+    enabled: bool = False
+    """Send metrics and findings; needs the extra `tpwatch[otel]`."""
+    endpoint: str | None = None
+    """Base address of the collector; by default what `OTEL_EXPORTER_OTLP_ENDPOINT` says, else `http://localhost:4318`."""
+    interval: PositiveAmount = 15.0
+    """Seconds between two exports of metrics; findings are sent as they come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config(Section):
     """All of tpwatch. Every knob has a default that suits a first run."""
 
@@ -140,10 +180,20 @@ class Config(Section):
     """Share of step time a check may take; past it the interval is doubled, on all ranks of a group together."""
     job_wide: bool = False
     """Exchange counts of faults over all ranks of the job even if nothing can stop it (for a sink on one rank)."""
+    checkpoint: Literal["ignore", "warn", "annotate", "refuse"] = "ignore"
+    """Compare values, fp32 masters and moments before a checkpoint is saved and around a load, and what to do then.
+
+    `warn`: logged and recorded. `annotate`: also a file in the checkpoint. `refuse`: the save fails on every rank.
+    """
+    resync: Literal["off", "rank0", "mean"] = "off"
+    """Changes training: make copies that were found apart equal again, masters and moments with them.
+
+    `rank0`: everybody takes the first rank's. `mean`: everybody takes the mean.
+    """
     patience: Positive = 3
     """Exercised checks in a row that must agree before a finding counts."""
     deep_interval: Positive = 50
-    """Every so many steps the reduction applied to partial gradients is verified again."""
+    """Every so many steps, at the next check, the reduction applied to partial gradients is verified again."""
     guard: Literal["auto", "before_update", "deferred"] = "auto"
     """When results are read: before the update or one step later; `auto`: at once on CPU only."""
     fingerprint: Literal["auto", "triton", "native", "packed", "reference"] = "auto"
@@ -164,12 +214,23 @@ class Config(Section):
     """What may be gathered to explain a flagged parameter."""
     prometheus: Prometheus = field(default_factory=Prometheus)
     """Metrics for Prometheus."""
+    wandb: Wandb = field(default_factory=Wandb)
+    """Weights & Biases."""
+    tensorboard: TensorBoard = field(default_factory=TensorBoard)
+    """TensorBoard."""
+    otel: OpenTelemetry = field(default_factory=OpenTelemetry)
+    """OpenTelemetry."""
     sinks: tuple[str, ...] = ()
     """Further sinks that get every event: entry points of the group `tpwatch.sinks`, or `module:factory`."""
 
     @property
+    def meets(self) -> bool:
+        """True if all ranks of the job meet at checked steps: one may stop them, or one is to see the whole job."""
+        return self.can_stop or self.job_wide or self.wandb.enabled
+
+    @property
     def can_stop(self) -> bool:
-        """True if some finding may stop the run; only then do all ranks of the job meet at checked steps."""
+        """True if some finding may stop the run; then all ranks of the job stop together."""
         return any(action in STOPPING for action in (self.on_fault, *self.policies.values()))
 
     def checked(self, step: int, start: int) -> bool:
@@ -190,7 +251,7 @@ class Config(Section):
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-_OWN_BUSINESS = frozenset({"out", "prometheus", "sinks"})
+_OWN_BUSINESS = frozenset({"out", "prometheus", "tensorboard", "otel", "sinks"})
 """Where a rank sends results changes no collective: nodes may listen on other addresses."""
 
 

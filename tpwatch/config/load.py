@@ -13,8 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
-import yaml
-
+from tpwatch._guard import shield
 from tpwatch.config.fields import build, convert, hints, is_section, knobs, unknown
 from tpwatch.config.knobs import Config
 from tpwatch.errors import ConfigError
@@ -123,14 +122,18 @@ def _layers(
 
 def _read_file(path: Path) -> Mapping[str, Any]:
     """The mapping in a YAML file; an empty file is an empty mapping."""
+    import yaml  # a third of the time that `import tpwatch` would take
+
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         rule = f"cannot be read: {error}"
         raise _bad_file(path, rule, "Give the path of a YAML file.") from None
-    except yaml.YAMLError as error:
-        rule = "is not valid YAML: " + " ".join(str(error).split())
-        raise _bad_file(path, rule, "Mend the line that is named.") from None
+    # Of a bad date, tag or depth PyYAML lets out whatever it came upon, not only errors of its own.
+    valid, values = shield(yaml.safe_load, text)
+    if not valid:
+        rule = f"is not valid YAML: {' '.join(str(values).split()) or type(values).__name__}"
+        raise _bad_file(path, rule, "Mend the line that is named.")
     if values is not None and not isinstance(values, Mapping):
         rule = "must hold a mapping of keys to values"
         raise _bad_file(path, rule, "Write lines of the form `key: value`.")

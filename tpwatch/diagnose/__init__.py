@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tpwatch.config import Config
 from tpwatch.diagnose import compare, findings, judges
-from tpwatch.diagnose.findings import layout_finding, presence_finding, skipped_finding
+from tpwatch.diagnose.findings import layout_finding, presence_finding, skipped_finding, state_finding
 from tpwatch.diagnose.history import History
 from tpwatch.diagnose.judges import Case, Verdict
 from tpwatch.records import Evidence, Finding, RowObservation, Target, WatchPlan
@@ -24,6 +24,7 @@ __all__ = [
     "layout_finding",
     "presence_finding",
     "skipped_finding",
+    "state_finding",
 ]
 
 
@@ -75,6 +76,8 @@ class Diagnosis:
         self._seen: set[int] = set()
         self._unsettled: dict[int, set[int]] = {}
         self._partial: set[int] = set()
+        self._checked: dict[int, int] = {}
+        """Step of the last check, by call."""
 
     # ------------------------------------------------------------------------------------- observing
 
@@ -84,6 +87,7 @@ class Diagnosis:
         `rows` may leave out rows whose picture did not change and that are not `unsettled`.
         """
         self.checks += 1
+        self._checked[at.call] = at.step
         if self._first_step is None and at.call:
             self._first_step = at.step
         histories = self._of_call(at.call)
@@ -253,9 +257,11 @@ class Diagnosis:
     def wanted(self, step: int, call: int) -> tuple[Target, ...]:
         """What tier 2 should gather at `step`.
 
-        A function of reduced data and the step number only.
+        A function of reduced data and step numbers only: the first check at or behind each multiple of `deep_interval`
+        is deep, whatever the interval of checks.
         """
-        deep = step % self.config.deep_interval == 0
+        before = self._checked.get(call, step - 1)
+        deep = step // self.config.deep_interval != before // self.config.deep_interval
         unsettled = self._unsettled_of(call)
         indices = sorted(unsettled | self._partial if deep else unsettled)
         histories = self._of_call(call)

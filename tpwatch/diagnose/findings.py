@@ -225,6 +225,12 @@ def presence_finding(plan: WatchPlan, seen: RowObservation, step: int) -> Findin
     return replace(finding, evidence={"absent_ranks": list(seen.absent)})
 
 
+def state_finding(plan: WatchPlan, parameter: str, labels: tuple[str, ...], step: int) -> Finding:
+    """An `optimizer-mismatch` finding: equal values, and masters or moments that differ between copies."""
+    finding = _plain("optimizer-mismatch", plan, parameter, (f"{', '.join(labels)} differ", "the same"), step)
+    return replace(finding, point="param", evidence={"states": list(labels)})
+
+
 def _plain(kind: str, plan: WatchPlan, parameter: str, observed: tuple[str, str], step: int) -> Finding:
     rule = BY_KIND[kind]
     return Finding(

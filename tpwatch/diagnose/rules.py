@@ -215,6 +215,24 @@ RULES: tuple[RuleDoc, ...] = (
         ),
     ),
     RuleDoc(
+        code="TPW109",
+        kind="optimizer-mismatch",
+        severity="error",
+        title="Optimizer state differs between copies",
+        signal=(
+            "Where a checkpoint is saved or loaded (knob `checkpoint`): values agree bit for bit, and the fp32 master"
+            " or a moment of the same parameter does not."
+        ),
+        why="The next update moves the copies apart, and the checkpoint keeps the state of one of them.",
+        causes=(
+            "Optimizer state loaded on some ranks only, or from different files; a step that ran on some ranks only;"
+            " gradients that differed while weights were frozen."
+        ),
+        cannot_tell="Which copy is right, and when they parted: state is compared at checkpoints, not at every step.",
+        example="A resume in which one rank kept its old moments while the others loaded theirs.",
+        next_step="Compare the optimizer state files of the named ranks, and how each rank loads its own.",
+    ),
+    RuleDoc(
         code="TPW201",
         kind="grad-presence",
         severity="error",

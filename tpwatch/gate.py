@@ -1,0 +1,116 @@
+"""The gate in front of a checkpoint: it keeps one copy of every replica, so that after it nobody can see they differed.
+
+Before a save, and before and after a load, the copies are compared in value, fp32 master and moments. What follows is
+the user's: a warning, a file in the checkpoint, or a save that fails on every rank of the job. Saving and loading are
+collective over the job in every framework, and so is this. Knows policy and findings, not files of checkpoints.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tpwatch._guard import Guard
+from tpwatch.alike import VALUE, Differing, differing
+from tpwatch.config import Config
+from tpwatch.diagnose import state_finding
+from tpwatch.errors import ReplicaFault
+from tpwatch.export.jsonl import write_annotation
+from tpwatch.job import Job, Word
+from tpwatch.monitor import Monitor
+
+logger = logging.getLogger("tpwatch")
+
+_NAMED = 5
+"""Parameters that a line of the log names; the rest is a number."""
+
+
+class Gate:
+    """Looks at the replicas of one group whenever a checkpoint is saved or loaded."""
+
+    def __init__(self, monitor: Monitor, job: Job | None, config: Config, guard: Guard) -> None:
+        """`job` is the meeting of all ranks; without one nothing can be refused."""
+        self._monitor = monitor
+        self._job = job
+        self._config = config
+        self._guard = guard
+        self._last: Differing = {}
+
+    def before_save(self, step: int) -> None:
+        """Compare, and say what differs. A collective over the group, and over the job where a save can be refused.
+
+        Raises:
+            ReplicaFault: the copies differ in some group, and `checkpoint: refuse` is set; raised on every rank. Not
+                while the run is being stopped: the checkpoint was asked for.
+        """
+        self._last = self._look(step, "as a checkpoint is saved") or {}
+        if self._config.checkpoint == "refuse" and self._job is not None:
+            self._meet(step, self._job)
+
+    def _meet(self, step: int, job: Job) -> None:
+        """Every rank of the job comes, whatever became of its own comparison: the others wait for it."""
+        values = sum(VALUE in labels for labels in self._last.values())
+        counts = {"drift": values, "optimizer-mismatch": len(self._last) - values}
+        stopping = bool(self._monitor.stopping)
+        word = Word(stop=bool(self._last), save=stopping, counts=counts, ratio=0.0, max_abs=0.0)
+        view = self._guard.attempt("meeting before a save", job.meet, step, word).value
+        if view is not None and view.stop and not view.save:
+            known = [f for f in self._monitor.parts.diagnosis.findings if f.parameter in self._last]
+            raise ReplicaFault(known, step, view.counts, what="refused to save a checkpoint")
+
+    def after_save(self, step: int, directory: Path) -> None:
+        """Leave word in the checkpoint: what differs in this group, or, from rank 0, that nothing does in its own."""
+        plan = self._monitor.parts.plan
+        leader = self._monitor.parts.group_rank == 0
+        if self._config.checkpoint == "annotate" and leader and (self._last or plan.ranks[0] == 0):
+            findings = [f for f in self._monitor.parts.diagnosis.findings if f.counts]
+            self._guard.attempt("annotating", write_annotation, directory, plan.group, step, self._last, findings)
+
+    @contextmanager
+    def loading(self, step: int) -> Iterator[None]:
+        """Compare before and after what is done inside. Collectives over the group."""
+        before = self._look(step, "before a checkpoint is loaded")
+        yield
+        after = self._look(step, "after a checkpoint was loaded")
+        if before is None or after is None:
+            return
+        for what, names in (("came with", after.keys() - before.keys()), ("went with", before.keys() - after.keys())):
+            if names:
+                self._say(step, f"a difference between copies {what} the checkpoint: {_listed(sorted(names))}")
+
+    def _look(self, step: int, when: str) -> Differing | None:
+        """What differs now; None if that could not be found out, or if this group is not watched any more."""
+        if not self._monitor.watching:
+            return None
+        return self._guard.attempt(f"comparing {when}", self._compare, step, when).value
+
+    def _compare(self, step: int, when: str) -> Differing | None:
+        """What differs now; said, and of optimizer state reported as a finding."""
+        apart = differing(self._monitor.parts, self._guard)
+        if apart is None:
+            self._say(step, f"copies could not be compared {when}: an internal error on one rank")
+        elif apart:
+            listed = [f"{name} ({', '.join(labels)})" for name, labels in apart.items()]
+            self._say(step, f"copies differ {when}: {_listed(listed)}")
+            self._report(step, apart)
+        return apart
+
+    def _report(self, step: int, apart: Differing) -> None:
+        """Optimizer state that differs under equal values: nothing else would find that before the next update."""
+        plan, diagnosis = self._monitor.parts.plan, self._monitor.parts.diagnosis
+        known = {finding.parameter for finding in diagnosis.findings}
+        hidden = {name: labels for name, labels in apart.items() if VALUE not in labels and name not in known}
+        if hidden:
+            self._monitor.report(step, [state_finding(plan, name, labels, step) for name, labels in hidden.items()])
+
+    def _say(self, step: int, text: str) -> None:
+        self._monitor.ledger.note(step, text)
+        if self._monitor.parts.group_rank == 0:
+            logger.warning("tpwatch: step %d, %s: %s", step, self._monitor.parts.plan.group, text)
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return "; ".join(names[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
