@@ -56,6 +56,10 @@ class Guard:
         """True once `limit` internal errors were counted."""
         return self.errors >= self.limit
 
+    def trip(self) -> None:
+        """Give up: what failed cannot be made good by trying again."""
+        self.errors = max(self.errors, self.limit)
+
     def attempt(self, what: str, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Outcome[T]:
         """Call `fn`.
 

@@ -23,32 +23,41 @@ Differing = Mapping[str, tuple[str, ...]]
 _FAILED, _HASH = 0, 2
 
 
-def differing(parts: Parts, guard: Guard) -> Differing | None:
-    """Compare all replicas over the group. A collective; the same answer on every rank.
+class Alike:
+    """Compares all replicas of one group. Its memory is taken when it is built: none is needed to join the others."""
 
-    None if some rank could not compute its hashes: it joins all the same, and says so.
-    """
-    tensors = len(parts.plan.replicas) * len(LABELS)
-    buffer = torch.zeros(2, 1 + _HASH * tensors, dtype=torch.float64, device=parts.device)
-    packed = guard.attempt("comparing optimizer state", _pack, parts, buffer[0, 1:].view(tensors, _HASH))
-    buffer[0, _FAILED] = 0.0 if packed.ok else 1.0
-    torch.neg(buffer[0], out=buffer[1])
-    parts.exchange.reduce_max(buffer)
-    high, low = buffer.cpu()
-    if high[_FAILED] > 0:
-        return None
-    apart = (high[1:] != -low[1:]).view(-1, len(LABELS), _HASH).any(2).tolist()
-    rows = zip(parts.plan.replicas, apart, strict=True)
-    return {replica.name: _named(marks) for replica, marks in rows if any(marks)}
+    def __init__(self, parts: Parts, guard: Guard) -> None:
+        """Nothing is compared yet."""
+        tensors = len(parts.plan.replicas) * len(LABELS)
+        self._parts = parts
+        self._guard = guard
+        self._rows = torch.zeros(tensors, ROW, dtype=torch.float64, device=parts.device)
+        self._buffer = torch.zeros(2, 1 + _HASH * tensors, dtype=torch.float64, device=parts.device)
 
+    def differing(self) -> Differing | None:
+        """What differs. A collective over the group; the same answer on every rank.
 
-def _pack(parts: Parts, hashes: torch.Tensor) -> None:
-    """Hash value and states of every replica. What a rank lacks gives zeros: equal only if all ranks lack it."""
-    replicas = zip(parts.source.values(), parts.source.states(), strict=True)
-    tensors = [tensor for value, states in replicas for tensor in (value, *states)]
-    rows = torch.zeros(len(tensors), ROW, dtype=torch.float64, device=parts.device)
-    parts.fingerprinter.rows(tensors, rows)
-    hashes.copy_(rows[:, :_HASH])
+        None if some rank could not compute its hashes: it joins all the same, and says so.
+        """
+        packed = self._guard.attempt("comparing optimizer state", self._pack)
+        if not packed.ok:
+            self._buffer.zero_()
+        self._buffer[0, _FAILED] = 0.0 if packed.ok else 1.0
+        torch.neg(self._buffer[0], out=self._buffer[1])
+        self._parts.exchange.reduce_max(self._buffer)
+        high, low = self._buffer.cpu()
+        if high[_FAILED] > 0:
+            return None
+        apart = (high[1:] != -low[1:]).view(-1, len(LABELS), _HASH).any(2).tolist()
+        rows = zip(self._parts.plan.replicas, apart, strict=True)
+        return {replica.name: _named(marks) for replica, marks in rows if any(marks)}
+
+    def _pack(self) -> None:
+        """Hash value and states of every replica. What a rank lacks gives zeros: equal only if all ranks lack it."""
+        source = self._parts.source
+        replicas = zip(source.values(), source.states(), strict=True)
+        self._parts.fingerprinter.rows([t for value, states in replicas for t in (value, *states)], self._rows)
+        self._buffer[0, 1:].view(-1, _HASH).copy_(self._rows[:, :_HASH])
 
 
 def _named(marks: list[bool]) -> tuple[str, ...]:

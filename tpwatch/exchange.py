@@ -108,15 +108,16 @@ class Exchange:
         self._count(buffer)
         dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=self.group)
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
         """All-gather equal-sized 1-D tensors.
 
-        `[m]` on each rank to `[size, m]` in group-rank order.
+        `[m]` on each rank to `[size, m]` in group-rank order, in `room` if given.
         """
+        if room is None:
+            room = tensor.new_empty(self.size, tensor.numel())
         self._count(tensor)
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor, group=self.group)
-        return torch.stack(parts)
+        dist.all_gather(list(room.unbind()), tensor, group=self.group)
+        return room
 
     def _count(self, tensor: torch.Tensor) -> None:
         self.collectives += 1
@@ -151,6 +152,15 @@ class Pending:
         return self._host
 
 
+class Unread(Pending):
+    """Stands for a buffer that this rank cannot read: what is left to go by is what it sent itself."""
+
+    def __init__(self, host: torch.Tensor) -> None:
+        """`host` is void, and says `disabled` if this rank did: all who can read read that too."""
+        self._host = host
+        self._event = None
+
+
 class ReadBack:
     """Two host buffers per side, used in turn.
 
@@ -163,6 +173,13 @@ class ReadBack:
         shape = (2, layout.half)
         self._hosts = [torch.zeros(shape, dtype=torch.float64, pin_memory=pinned) for _ in range(4)]
         self._turn = 0
+        self._void, self._over = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+        self._void[0, HEADER.index("failed")] = 1.0
+        self._over[0, HEADER.index("disabled")] = 1.0
+
+    def unread(self, *, disabled: bool) -> Pending:
+        """In place of a read-back that has failed; `disabled` is what this rank sent. Takes no memory."""
+        return Unread(self._over if disabled else self._void)
 
     def start(self, buffer: torch.Tensor) -> Pending:
         """Begin reading `buffer` back."""

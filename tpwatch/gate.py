@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpwatch._guard import Guard
-from tpwatch.alike import VALUE, Differing, differing
+from tpwatch.alike import VALUE, Alike, Differing
 from tpwatch.config import Config
 from tpwatch.diagnose import state_finding
 from tpwatch.errors import ReplicaFault
@@ -36,6 +36,7 @@ class Gate:
         self._job = job
         self._config = config
         self._guard = guard
+        self._alike = Alike(monitor.parts, guard)
         self._last: Differing = {}
 
     def before_save(self, step: int) -> None:
@@ -88,7 +89,7 @@ class Gate:
 
     def _compare(self, step: int, when: str) -> Differing | None:
         """What differs now; said, and of optimizer state reported as a finding."""
-        apart = differing(self._monitor.parts, self._guard)
+        apart = self._alike.differing()
         if apart is None:
             self._say(step, f"copies could not be compared {when}: an internal error on one rank")
         elif apart:

@@ -42,7 +42,7 @@ class Lookout:
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def watch(self, arriving: Arriving[T_co], tell: Callable[[T_co], None]) -> None:
+    def watch(self, arriving: Arriving[T_co], tell: Callable[[T_co], object]) -> None:
         """Call `tell` on the lookout's thread once `arriving` is ready. `tell` must not raise."""
 
         def done() -> bool:

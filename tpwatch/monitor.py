@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import ParamSpec
 
 import torch
 
 from tpwatch import act
 from tpwatch._guard import Guard
 from tpwatch.config import Config
-from tpwatch.diagnose import Outcome, When, layout_finding, presence_finding
+from tpwatch.diagnose import Outcome, When, layout_finding
 from tpwatch.exchange import (
     ENTRY,
     EXIT,
@@ -42,6 +44,9 @@ from tpwatch.presence import Presence
 from tpwatch.records import Evidence, Finding, StepReport
 from tpwatch.reduced import Reduced
 from tpwatch.resync import Resync
+
+Tensors = Sequence[torch.Tensor | None]
+P = ParamSpec("P")
 
 
 class Monitor:
@@ -74,7 +79,6 @@ class Monitor:
         self._signatures: dict[int, torch.Tensor] = {}
         self._open: Check | None = None
         self._pending: Check | None = None
-        self._foretold: set[int] = set()
         self._mispaired: Finding | None = None
         self._steps = 0
         self._step_seconds = 0.0
@@ -91,12 +95,9 @@ class Monitor:
         started = self.parts.clock()
         check = self._begin(When(step, call, update=step - 1, pristine=self._steps == 0), scope)
         check.entry = self._send(check, ENTRY, self._buffers.entry, self._pack_entry)
-        self._gather_before(check)
+        self._gather(check, self._buffers.entry, partial(self._explainer.gather_before, self._entry_rows))
         self._open = check
-        if self._prompt:
-            self._say_presence(check, check.entry.wait())
-        else:
-            self._lookout.watch(check.entry, lambda entry: self._lookout_says(check, entry))
+        self._alone("the entry side", self._look_early, check, check.entry)
         check.seconds = self.parts.clock() - started
 
     def after_reduction(self) -> None:
@@ -106,10 +107,10 @@ class Monitor:
             return
         started = self.parts.clock()
         check.exit = self._send(check, EXIT, self._buffers.exit, self._pack_exit)
-        self._gather_after(check)
+        self._gather(check, self._buffers.exit, partial(self._explainer.gather_after, self._exit_rows))
         check.seconds += self.parts.clock() - started
         if self._prompt:
-            self._conclude(check)
+            self._alone("the verdict", self._conclude, check)
         else:
             self._pending = check
 
@@ -122,7 +123,7 @@ class Monitor:
         check = self._begin(When(step, call=0, update=step, pristine=self._steps == 0), frozenset())
         check.entry = self._send(check, VALUES, self._buffers.entry, self._pack_entry)
         check.seconds = self.parts.clock() - started
-        self._conclude(check)
+        self._alone("the verdict", self._conclude, check)
 
     def end_of_step(self) -> None:
         """The optimizer has stepped: take the time, for the overhead that a report states."""
@@ -135,7 +136,12 @@ class Monitor:
         """Read the check that is still on its way (deferred mode): at a fixed place, never by polling."""
         check, self._pending = self._pending, None
         if check is not None:
-            self._conclude(check)
+            self._alone("the verdict", self._conclude, check)
+
+    def _alone(self, what: str, act: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do what may fail on this rank alone. It then knows less than its peers, and has to take all of them off."""
+        if not self.guard.attempt(what, act, *args, **kwargs).ok:
+            self.guard.trip()
 
     # --------------------------------------------------------------------------------- sending a side
 
@@ -147,7 +153,10 @@ class Monitor:
         return check
 
     def _send(self, check: Check, phase: int, buffer: torch.Tensor, pack: Callable[[Check], None]) -> Pending:
-        """Fill, seal and reduce one buffer. Whatever fails locally, the collective is joined with a void one."""
+        """Fill, seal and reduce one buffer. Whatever fails locally, the collective is joined with a void one.
+
+        A rank that cannot read the result knows less than its peers: it has to take all of them off with the next one.
+        """
         started = self.parts.clock()
         packed = self.guard.attempt("fingerprint", pack, check)
         check.fingerprinting += self.parts.clock() - started
@@ -157,7 +166,12 @@ class Monitor:
         if not self.guard.attempt("sealing", self._buffers.seal, buffer, header).ok:
             buffer, check.targets = self._buffers.disabled, ()
         self.parts.exchange.reduce_max(buffer)
-        return self._readback.start(buffer)
+        tripped = self.guard.tripped
+        reading = self.guard.attempt("reading back", self._readback.start, buffer).value
+        if reading is None:
+            self.guard.trip()
+            return self._readback.unread(disabled=tripped)
+        return reading
 
     def _header(self, check: Check, phase: int, *, failed: bool) -> tuple[float, ...]:
         plan = (self._digest & 0xFFFFFFFF, self._digest >> 32)
@@ -165,6 +179,7 @@ class Monitor:
         return (phase, check.at.call, check.at.step, *plan, check.digest, *flags)
 
     def _pack_entry(self, check: Check) -> None:
+        self._explainer.prepare(check.targets)
         n, half = self._layout.n, self._buffers.entry[0]
         look = self.parts.source.look(check.scope)
         tensors = [*self.parts.source.values(), *look.gradients]
@@ -181,21 +196,14 @@ class Monitor:
 
     # ----------------------------------------------------------------------------------------- tier 2
 
-    def _gather_before(self, check: Check) -> None:
+    def _gather(
+        self, check: Check, buffer: torch.Tensor, gather: Callable[[Sequence[torch.Tensor | None]], None]
+    ) -> None:
         tensors, check.tensors = check.tensors, ()
-        if not self._may_gather(check, self._buffers.entry):
-            return
-        before, n = self.parts.exchange.collectives, self._layout.n
-        self._explainer.gather_before(check.targets, self._entry_rows, tensors[:n], tensors[n:])
-        check.deep += self.parts.exchange.collectives - before
-
-    def _gather_after(self, check: Check) -> None:
-        tensors, check.tensors = check.tensors, ()
-        if not self._may_gather(check, self._buffers.exit):
-            return
-        before = self.parts.exchange.collectives
-        self._explainer.gather_after(self._exit_rows, tensors)
-        check.deep += self.parts.exchange.collectives - before
+        if self._may_gather(check, buffer):
+            before = self.parts.exchange.collectives
+            gather(tensors)
+            check.deep += self.parts.exchange.collectives - before
 
     @staticmethod
     def _may_gather(check: Check, buffer: torch.Tensor) -> bool:
@@ -209,6 +217,13 @@ class Monitor:
 
     # --------------------------------------------------------------------------- reading, deciding, acting
 
+    def _look_early(self, check: Check, entry: Pending) -> None:
+        """See who has no gradient before the framework's reduction starts: at once, or from another thread."""
+        if self._prompt:
+            self._say_presence(check, entry.wait())
+        else:
+            self._lookout.watch(entry, lambda e: self.guard.attempt("foretelling", self._foretell, check, e))
+
     def _say_presence(self, check: Check, entry: torch.Tensor) -> None:
         """Uneven presence is said, and acted on, before the framework's reduction can hang on it."""
         reduced = Reduced(self._layout, self.parts.plan.ranks, entry, None)
@@ -218,10 +233,7 @@ class Monitor:
         self._presence.find_absent(rows)
         check.deep += self.parts.exchange.collectives - before
         rows = self._presence.complete(rows)
-        self._act(check.at.step, self._diagnose(lambda: self.parts.diagnosis.presence(check.at, rows)))
-
-    def _lookout_says(self, check: Check, entry: torch.Tensor) -> None:
-        self.guard.attempt("foretelling", self._foretell, check, entry)
+        self._act(check.at.step, self.parts.diagnosis.presence(check.at, rows))
 
     def _foretell(self, check: Check, entry: torch.Tensor) -> None:
         """Deferred mode, on the lookout's thread: write uneven presence down while training may already hang on it.
@@ -229,15 +241,9 @@ class Monitor:
         Writes only, and once a parameter. The verdict, and what is done about it, follow in step order on the training
         thread; if that has moved on, there is nothing left to foretell and the buffer may hold a later check.
         """
-        if check is not self._open and check is not self._pending:
-            return
-        reduced = Reduced(self._layout, self.parts.plan.ranks, entry, None)
-        if any(h.mismatch or h.flag("failed") for h in reduced.headers):
-            return
-        for row in reduced.rows([index for index in reduced.uneven() if index not in self._foretold]):
-            self._foretold.add(row.index)
-            finding = presence_finding(self.parts.plan, row, check.at.step)
-            self.ledger.finding(check.at.step, finding)
+        if check is self._open or check is self._pending:
+            reduced = Reduced(self._layout, self.parts.plan.ranks, entry, None)
+            self._presence.foretell(check.at.step, reduced, self.parts.plan, self.ledger)
 
     def close(self) -> None:
         """Stop the lookout. Idempotent."""
@@ -254,7 +260,7 @@ class Monitor:
         if self._void(check, reduced):
             return
         judging = self.parts.clock()
-        outcome = self._diagnose(lambda: self._observe(check, reduced, evidence))
+        outcome = self._observe(check, reduced, evidence)
         ended = self.parts.clock()
         check.seconds, check.diagnosing = check.seconds + ended - started, ended - judging
         self._record(check, reduced, evidence, outcome)
@@ -274,24 +280,16 @@ class Monitor:
         rows = self._presence.complete(reduced.rows(indices))
         return diagnosis.observe(check.at, rows, evidence)
 
-    def _diagnose(self, decide: Callable[[], Outcome]) -> Outcome:
-        """A failed diagnosis leaves this rank with another history than its peers: it has to take all of them off."""
-        outcome = self.guard.attempt("diagnosis", decide)
-        if outcome.value is None:
-            self.guard.errors = max(self.guard.errors, self.guard.limit)
-            return Outcome()
-        return outcome.value
-
     def _void(self, check: Check, reduced: Reduced) -> bool:
         """True if the buffers of this check mean nothing: a rank failed, gave up, or sent another step or plan."""
-        for header in reduced.headers:
-            if header.flag("disabled"):
-                self._stop(check.at.step, "an internal error on one rank: tpwatch is off on all ranks of this group")
-            elif header.mismatch:
-                self._act(check.at.step, self._mismatch(check, header.mismatch))
-            elif not header.flag("failed"):
-                continue
+        if any(header.flag("disabled") for header in reduced.headers):
+            self._stop(check.at.step, "an internal error on one rank: tpwatch is off on all ranks of this group")
             return True
+        for header in reduced.headers:
+            if header.mismatch:
+                self._act(check.at.step, self._mismatch(check, header.mismatch))
+            if header.mismatch or header.flag("failed"):
+                return True
         return False
 
     def _mismatch(self, check: Check, text: str) -> Outcome:

@@ -1,6 +1,6 @@
 """Who has a gradient and who has not: this rank's flags, and the full list of absent ranks once it matters.
 
-Knows the flag columns of the entry side and one gather; not what is concluded from an absence.
+Knows the flag columns of the entry side and one gather; what follows from an absence is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from dataclasses import replace
 
 import torch
 
+from tpwatch.diagnose import presence_finding
 from tpwatch.exchange import FLAGS, Exchange, presence_flags
-from tpwatch.records import RowObservation
+from tpwatch.ledger import Ledger
+from tpwatch.records import RowObservation, WatchPlan
+from tpwatch.reduced import Reduced
 
 
 class Presence:
@@ -26,6 +29,7 @@ class Presence:
         self._present: tuple[float, ...] = ()
         self._flags = torch.zeros(FLAGS, 0, dtype=torch.float64, device=device)
         self._absent: dict[int, tuple[int, ...]] = {}
+        self._foretold: set[int] = set()
 
     def pack(self, flags: torch.Tensor, present: Sequence[float]) -> None:
         """Write this rank's flags `[FLAGS, n]`; worked out only when they change.
@@ -52,6 +56,14 @@ class Presence:
         for row, column in zip(rows, present, strict=True):
             pairs = zip(self._ranks, column, strict=True)
             self._absent[row.index] = tuple(rank for rank, mark in pairs if mark == 0.0)
+
+    def foretell(self, step: int, reduced: Reduced, plan: WatchPlan, ledger: Ledger) -> None:
+        """Write down rows that are uneven, each once, before anything is concluded about this check."""
+        if any(header.mismatch or header.flag("failed") for header in reduced.headers):
+            return
+        for row in reduced.rows([index for index in reduced.uneven() if index not in self._foretold]):
+            self._foretold.add(row.index)
+            ledger.finding(step, presence_finding(plan, row, step))
 
     def complete(self, rows: Sequence[RowObservation]) -> list[RowObservation]:
         """Return `rows` with all absent ranks, where `find_absent` has learned them."""

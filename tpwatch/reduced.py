@@ -56,8 +56,9 @@ class Reduced:
         return (bits * weights).sum(0) + (settled + _FACTOR_CAP) * (1 << len(facts))
 
     def differing(self) -> dict[str, int]:
-        """Rows that are not bit-identical, per observation point."""
-        return {name: len(self.apart(at)) for at, name in enumerate(("param", "grad_pre", "grad_post"))}
+        """Rows that are not bit-identical, per observation point; values alone have only one."""
+        points = ("param", "grad_pre", "grad_post") if len(self.headers) > 1 else ("param",)
+        return {name: len(self.apart(at)) for at, name in enumerate(points)}
 
     def apart(self, point: int = 0) -> list[int]:
         """Rows that are not bit-identical at a point: 0 values, 1 gradients before, 2 after the reduction."""

@@ -52,6 +52,14 @@ class Stop:
         if view.stop and sum(view.counts.values()) >= self._config.max_faults:
             self._stop(view)
 
+    def certain(self, step: int) -> bool:
+        """True if it is certain that the meeting of this very step stops the run, before the update.
+
+        Not in a step without a meeting, nor while `max_faults` may not have been reached: the update would be taken.
+        """
+        meets = self._config.checked(step, self._config.start_step)
+        return bool(self._monitor.stopping) and meets and self._config.max_faults == 1
+
     def _tell(self, view: JobView) -> None:
         """Write down what the job said if it said something else before."""
         told = view.to_json()

@@ -214,7 +214,16 @@ class Watch:
             self._twice_noted = True
             self._note(f"the gradient finalizer was called {self._calls} times in step {self._step}")
         self._run("entry", lambda monitor: monitor.before_reduction(self._step, self._calls, scope))
-        return not self._about_to_stop()
+        return self._stop is None or not self._stop.certain(self._step)
+
+    def captured(self) -> None:
+        """The host records its reduction into a CUDA graph, as on every rank: its replays call nothing here."""
+        if self.enabled and self.monitor is not None:
+            self._note(
+                "not watched: CUDA graph: the gradient finalizer is captured, from this step on nothing is compared"
+            )
+            logger.warning("tpwatch: not watched: the gradient finalizer runs in a CUDA graph")
+            self.monitor.watching, self._stop = False, None
 
     def notice(self, look: Callable[[], str]) -> None:
         """Let an adapter look for what the host has changed and nothing here follows; a note says what it tells."""
@@ -248,15 +257,6 @@ class Watch:
         self._ready_seen = False
 
     # ------------------------------------------------------------------------------------- internals
-
-    def _about_to_stop(self) -> bool:
-        """True if it is certain that the meeting of this very step stops the run, before the update.
-
-        Not in a step without a meeting, nor while `max_faults` may not have been reached: the update would be taken.
-        """
-        if self.monitor is None or not self.monitor.stopping:
-            return False
-        return self.config.max_faults == 1 and self.config.checked(self._step, self.config.start_step)
 
     def _read_iteration(self) -> None:
         known = self._guard.attempt("reading the iteration", self._seams.iteration).value if self._seams else None

@@ -225,3 +225,11 @@ def test_a_full_disk_costs_checks_and_neither_the_run_nor_its_findings(played: S
     seen = {step for step, _ in played.checks}
     assert {1, 6, 7, 8} <= seen
     assert not seen >= {2, 3, 4, 5}
+
+
+def test_a_captured_finalizer_is_said_not_to_be_watched(root: Path) -> None:
+    """Two steps are checked; then a note, and no word about a finalizer that seems not to run."""
+    found = Scenario(root / "captured")
+    assert found.checks == [(1, 1), (2, 1)]
+    assert [e["text"] for e in found.events("note") if e["text"].startswith("not watched: CUDA graph")] != []
+    assert found.summary["findings"] == []

@@ -224,8 +224,8 @@ def stale(rank: int) -> tuple[list[Any], Rig]:
     before = len(watched.memo.of("finding"))
     if check is None or check.entry is None:
         return [], watched
-    monitor._foretold.clear()
-    monitor._lookout_says(check, check.entry.wait())
+    monitor._presence._foretold.clear()
+    monitor._foretell(check, check.entry.wait())
     return watched.memo.of("finding")[before:], watched
 
 

@@ -18,8 +18,9 @@ from tpwatch._guard import Guard
 from tpwatch.config import Config
 from tpwatch.config import Explain as ExplainConfig
 from tpwatch.diagnose.compare import kinship, reduction
+from tpwatch.evidence import spread
 from tpwatch.exchange import Exchange
-from tpwatch.explain import Explainer, spread
+from tpwatch.explain import Explainer
 from tpwatch.fingerprint import choose
 from tpwatch.fingerprint.layout import ROW
 from tpwatch.records import Evidence, Target, WatchPlan
@@ -51,7 +52,8 @@ class Deep:
         entry = torch.zeros(2 * n, ROW, dtype=torch.float64)
         after = torch.zeros(n, ROW, dtype=torch.float64)
         fingerprints.rows([*values, *before], entry)
-        self.explainer.gather_before(requests, entry, values, before)
+        self.explainer.prepare(requests)
+        self.explainer.gather_before(entry, [*values, *before])
         reduce(before)
         fingerprints.rows(before, after)
         self.explainer.gather_after(after, before)
@@ -434,7 +436,8 @@ def half_done(rank: int) -> tuple[dict[int, Evidence], dict[int, Evidence]]:
     """Conclude after the entry side alone, and again."""
     watched = deep([normal(rank, 30)])
     rows = torch.zeros(2, ROW, dtype=torch.float64)
-    watched.explainer.gather_before(everything(1), rows, [normal(rank, 30)], [normal(rank, 30)])
+    watched.explainer.prepare(everything(1))
+    watched.explainer.gather_before(rows, [normal(rank, 30), normal(rank, 30)])
     return watched.explainer.conclude(), watched.explainer.conclude()
 
 

@@ -610,7 +610,7 @@ def test_values_alone_are_one_collective() -> None:
     """A comparison outside a step sees what differs; one look is not enough to call it a fault."""
     for result in run_ranks(2, values_only):
         assert (result["collectives"], result["call"]) == (1, 0)
-        assert result["differing"] == {"param": 1, "grad_pre": 0, "grad_post": 0}
+        assert result["differing"] == {"param": 1}
         assert result["findings"] == []
 
 
@@ -648,3 +648,69 @@ def second_call(rank: int) -> list[tuple[str, str, int]]:
 def test_a_second_finalizer_call_is_judged_by_what_it_does() -> None:
     """The first sum of partials is right, the second is one too many."""
     assert run_ranks(2, second_call) == [[("double-reduce", "p0", 1)]] * 2
+
+
+# ----------------------------------------------------- failures behind a collective, and for lack of memory
+
+
+def failing(rank: int, what: str, at: tuple[int, ...], guard: str = "auto") -> tuple[list[int], int, bool]:
+    """A missing reduction, so that tier 2 gathers; in some steps `what` fails on rank 1. Collectives by step."""
+    watched = rig([normal(1, 30)], [None], Config(guard=guard))  # type: ignore[arg-type]
+    places = {"reading back": (watched.monitor._readback, "start"), "memory": (watched.monitor._explainer, "_side")}
+    counts = []
+    for step in range(1, 9):
+        watched.source.gradients = [normal(100 * step + rank, 30)]
+        broken = mock.patch.object(*places[what], side_effect=MemoryError)
+        before = watched.exchange.collectives
+        with broken if step in at and rank == 1 else contextlib.nullcontext():
+            watched.step(step)
+        counts.append(watched.exchange.collectives - before)
+    return counts, watched.guard.errors, watched.monitor.watching
+
+
+def failing_exit(rank: int, then: bool) -> tuple[list[int], bool]:  # noqa: FBT001 - an argument of a rank
+    """As above, on the exit side of step 3 alone, and, if `then`, at every read-back after it."""
+    watched = rig([normal(1, 30)], [None])
+    readback = watched.monitor._readback
+    start, calls, counts = readback.start, [], []
+
+    def flaky(buffer: torch.Tensor) -> Any:
+        calls.append(buffer)
+        if rank == 1 and (len(calls) == 6 or (then and len(calls) > 6)):
+            raise MemoryError
+        return start(buffer)
+
+    with mock.patch.object(readback, "start", flaky):
+        for step in range(1, 9):
+            watched.source.gradients = [normal(100 * step + rank, 30)]
+            before = watched.exchange.collectives
+            watched.step(step)
+            counts.append(watched.exchange.collectives - before)
+    return counts, watched.monitor.watching
+
+
+@pytest.mark.parametrize("guard", ["before_update", "deferred"])
+@pytest.mark.parametrize("at", [(3,), (3, 4, 5, 6, 7, 8)])
+def test_a_rank_that_cannot_read_what_came_back_takes_all_off_together(guard: str, at: tuple[int, ...]) -> None:
+    """It knows less than its peers from then on: no rank is left waiting, in that step or later, once or for good."""
+    (counts, _, watching), (others, errors, others_watching) = run_ranks(2, failing, "reading back", at, guard)
+    assert counts == others
+    assert counts[4:] == [0, 0, 0, 0]
+    assert (watching, others_watching, errors > 0) == (False, False, True)
+
+
+@pytest.mark.parametrize("then", [False, True])
+def test_the_exit_side_alone_may_be_the_one_that_cannot_be_read(then: bool) -> None:  # noqa: FBT001 - parametrised
+    """The next entry says so to everyone, and whoever cannot read that knows what it said."""
+    (counts, watching), (others, others_watching) = run_ranks(2, failing_exit, then)
+    assert counts == others
+    assert counts[4:] == [0, 0, 0, 0]
+    assert (watching, others_watching) == (False, False)
+
+
+def test_without_memory_for_it_nobody_gathers() -> None:
+    """The rank that has none says so before anyone waits for it; one check is void and the next is as before."""
+    (counts, errors, watching), (others, other_errors, others_watching) = run_ranks(2, failing, "memory", (3,))
+    assert counts == others
+    assert counts[1:4] == [6, 2, 6]
+    assert (errors, other_errors, watching, others_watching) == (0, 1, True, True)

@@ -167,6 +167,11 @@ class MegatronSource:
         return kept[1]
 
 
+def capturing() -> bool:
+    """True inside the capture of a CUDA graph: what is launched there runs again at each replay, without any Python."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
@@ -243,6 +248,8 @@ class MegatronSeams:
             scope = frozenset(i for i in map(self._chunks.get, map(id, model)) if i is not None)
             if not self._active or not scope:
                 return original(model, *args, **kwargs)
+            if capturing():
+                self._watch.captured()
             proceed = self._watch.finalizer_entered(scope)
             self._watch.notice(self._changes.look)
             result = original(model, *args, **kwargs) if proceed else None

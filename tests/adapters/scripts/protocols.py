@@ -51,6 +51,24 @@ def plainly(run: TrainingRun) -> Facts:
     return {}
 
 
+def captured(run: TrainingRun) -> Facts:
+    """From step 3 on the finalizer is recorded into a CUDA graph, whose replays call no Python.
+
+    A double for the question whether a stream is being captured, and for the replay: there is no device here.
+    """
+    from tpwatch.adapters import megatron
+
+    train(run, 1, 2)
+    asked, finalize = megatron.capturing, run.transformer_config.finalize_model_grads_func
+    megatron.capturing = lambda: True
+    train(run, 3, 3)
+    megatron.capturing = asked
+    run.transformer_config.finalize_model_grads_func = lambda *_args, **_kwargs: None
+    train(run, 4, 8)
+    run.transformer_config.finalize_model_grads_func = finalize
+    return {}
+
+
 def with_evaluation(run: TrainingRun) -> Facts:
     """Forward only, in evaluation mode, between two steps."""
     train(run, 1, 3)
@@ -212,6 +230,7 @@ class Scenario:
 
 
 SCENARIOS = {
+    "captured": Scenario(captured, knobs={"job_wide": True}),
     "evaluation": Scenario(with_evaluation),
     "accumulation": Scenario(plainly, changes={"microbatches": 3}),
     "no-sync": Scenario(without_sync, changes={"microbatches": 3, "overlap_grad_reduce": True}),
