@@ -6,6 +6,7 @@ Knows tensors on the host; names no fault, asks no rank.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -47,7 +48,7 @@ class Cut:
         self,
         plan: WatchPlan,
         at: list[int],
-        is_exact: object,
+        is_exact: Callable[[int], bool],
         before: torch.Tensor,
         after: torch.Tensor,
     ) -> None:
@@ -57,7 +58,7 @@ class Cut:
         self._param = before[:, : m * ROW].view(-1, m, ROW)
         self._pre = before[:, m * ROW : 2 * m * ROW].view(-1, m, ROW)
         self._post = after[:, : m * ROW].view(-1, m, ROW)
-        sizes = [plan.replicas[i].grad_numel if is_exact(i) else 0 for i in at]  # type: ignore[operator]
+        sizes = [plan.replicas[i].grad_numel if is_exact(i) else 0 for i in at]
         self._pre_elements = before[:, 2 * m * ROW :].split(sizes, dim=1)
         self._post_elements = after[:, m * ROW :].split(sizes, dim=1)
 

@@ -16,6 +16,7 @@ header instead of hanging:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,10 +92,7 @@ class Buffers:
 
 
 class Exchange:
-    """Collectives over one replica group, counted.
-
-    The only place of the package that calls one while training.
-    """
+    """Collectives over one replica group, counted. While training only `job` calls others, over all ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         """`group` is the framework's own process group (None: the default group)."""
@@ -116,7 +114,10 @@ class Exchange:
         if room is None:
             room = tensor.new_empty(self.size, tensor.numel())
         self._count(tensor)
-        dist.all_gather(list(room.unbind()), tensor, group=self.group)
+        # In one piece: with a list of tensors, NCCL's would take as much memory once more. (The name is newer than
+        # torch 2.12; the older one warns since.)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(room.view(-1), tensor, group=self.group)
         return room
 
     def _count(self, tensor: torch.Tensor) -> None:
@@ -125,16 +126,17 @@ class Exchange:
 
 
 class Pending:
-    """A reduced buffer on its way to the host.
+    """A reduced buffer on its way to the host: into pinned memory, with an event, on CUDA; a copy on CPU.
 
-    Pinned memory, a side stream and an event on CUDA, a copy on CPU.
+    Every column is finite by construction (`fingerprint.layout`), so that NaN can stand for what has not arrived.
     """
 
     def __init__(self, buffer: torch.Tensor, host: torch.Tensor) -> None:
         """Start the copy of `buffer` into `host` (same shape, pinned where the device is CUDA)."""
-        self._host = host
+        self.host = host
         self._event: torch.cuda.Event | None = None
         if buffer.is_cuda:
+            host.fill_(math.nan)
             host.copy_(buffer, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
@@ -142,14 +144,18 @@ class Pending:
             host.copy_(buffer)
 
     def ready(self) -> bool:
-        """True if the copy has arrived; never waits."""
-        return self._event is None or bool(self._event.query())
+        """True if the copy has arrived; never waits.
+
+        Asked from another thread, and so without a call into CUDA: in the middle of the training thread's capture of a
+        CUDA graph, a query of an event from anywhere would make the capture fail.
+        """
+        return self._event is None or not bool(self.host.isnan().any())
 
     def wait(self) -> torch.Tensor:
         """The host tensor, after waiting for the copy (not for the device)."""
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+        return self.host
 
 
 class Unread(Pending):
@@ -157,7 +163,7 @@ class Unread(Pending):
 
     def __init__(self, host: torch.Tensor) -> None:
         """`host` is void, and says `disabled` if this rank did: all who can read read that too."""
-        self._host = host
+        self.host = host
         self._event = None
 
 

@@ -230,6 +230,6 @@ class Explainer:
     def _measure(both: torch.Tensor, indices: list[int], sizes: list[int], *, floor: float | None) -> dict[int, Spread]:
         if not indices:
             return {}
-        hi, lo = both[0].cpu().split(sizes), (-both[1]).cpu().split(sizes)
+        hi, lo = both[0].cpu().split(sizes), (-both[1].cpu()).split(sizes)
         whole = zip(indices, hi, lo, strict=True)
         return {i: spread(h, low, floor) for i, h, low in whole if bool(h.isfinite().all() and low.isfinite().all())}

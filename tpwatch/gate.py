@@ -37,35 +37,40 @@ class Gate:
         self._config = config
         self._guard = guard
         self._alike = Alike(monitor.parts, guard)
-        self._last: Differing = {}
+        self._last: Differing | None = None
+        """What differed at the last save; None if that is not known."""
 
-    def before_save(self, step: int) -> None:
+    def before_save(self, step: int, *, asked_for: bool = False) -> None:
         """Compare, and say what differs. A collective over the group, and over the job where a save can be refused.
 
         Raises:
             ReplicaFault: the copies differ in some group, and `checkpoint: refuse` is set; raised on every rank. Not
-                while the run is being stopped: the checkpoint was asked for.
+                if it was `asked_for`: the run is being stopped, and wants it with whatever was found.
         """
-        self._last = self._look(step, "as a checkpoint is saved") or {}
+        self._last = self._look(step, "as a checkpoint is saved")
         if self._config.checkpoint == "refuse" and self._job is not None:
-            self._meet(step, self._job)
+            self._meet(step, self._job, asked_for=asked_for)
 
-    def _meet(self, step: int, job: Job) -> None:
+    def _meet(self, step: int, job: Job, *, asked_for: bool) -> None:
         """Every rank of the job comes, whatever became of its own comparison: the others wait for it."""
-        values = sum(VALUE in labels for labels in self._last.values())
-        counts = {"drift": values, "optimizer-mismatch": len(self._last) - values}
-        stopping = bool(self._monitor.stopping)
-        word = Word(stop=bool(self._last), save=stopping, counts=counts, ratio=0.0, max_abs=0.0)
+        apart = self._last or {}
+        values = sum(VALUE in labels for labels in apart.values())
+        counts = {"drift": values, "optimizer-mismatch": len(apart) - values}
+        word = Word(stop=bool(apart), save=asked_for, counts=counts, ratio=0.0, max_abs=0.0)
         view = self._guard.attempt("meeting before a save", job.meet, step, word).value
         if view is not None and view.stop and not view.save:
-            known = [f for f in self._monitor.parts.diagnosis.findings if f.parameter in self._last]
+            known = [f for f in self._monitor.parts.diagnosis.findings if f.parameter in apart]
+            if apart:
+                self._monitor.ledger.abort(step, known)
             raise ReplicaFault(known, step, view.counts, what="refused to save a checkpoint")
 
     def after_save(self, step: int, directory: Path) -> None:
         """Leave word in the checkpoint: what differs in this group, or, from rank 0, that nothing does in its own."""
         plan = self._monitor.parts.plan
         leader = self._monitor.parts.group_rank == 0
-        if self._config.checkpoint == "annotate" and leader and (self._last or plan.ranks[0] == 0):
+        if self._config.checkpoint != "annotate" or self._last is None:
+            return
+        if leader and (self._last or plan.ranks[0] == 0):
             findings = [f for f in self._monitor.parts.diagnosis.findings if f.counts]
             self._guard.attempt("annotating", write_annotation, directory, plan.group, step, self._last, findings)
 

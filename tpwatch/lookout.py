@@ -25,8 +25,9 @@ class Arriving(Protocol[T_co]):
         """True if it has arrived; never waits."""
         ...
 
-    def wait(self) -> T_co:
-        """The thing itself."""
+    @property
+    def host(self) -> T_co:
+        """The thing itself, once it is there."""
         ...
 
 
@@ -48,7 +49,7 @@ class Lookout:
         def done() -> bool:
             if not arriving.ready():
                 return False
-            tell(arriving.wait())
+            tell(arriving.host)
             return True
 
         self._inbox.put(done)

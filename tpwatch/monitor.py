@@ -65,7 +65,7 @@ class Monitor:
         self.listeners: list[Callable[[Sequence[Finding]], None]] = []
         """Called with findings that are new or worse than before, on the training thread."""
         self.ledger = Ledger(parts.recorder, guard)
-        self._pace = Pace(config)
+        self.pace = Pace(config)
         self._digest = parts.plan.digest
         self._layout = Layout(n)
         self._buffers = Buffers(self._layout, parts.device)
@@ -74,8 +74,8 @@ class Monitor:
         self._entry_rows = torch.zeros(2 * n, ROW, dtype=torch.float64, device=parts.device)
         self._exit_rows = torch.zeros(n, ROW, dtype=torch.float64, device=parts.device)
         self._prompt = parts.device.type == "cpu" if config.guard == "auto" else config.guard == "before_update"
-        self._resync = Resync(parts, config.resync, self.ledger) if config.resync != "off" else None
-        self._presence = Presence(parts.exchange, parts.plan.ranks, parts.group_rank, parts.device)
+        self._resync = Resync(parts, config, self.ledger) if config.resync != "off" else None
+        self._presence = Presence(parts.exchange, parts.plan, parts.group_rank, parts.device)
         self._signatures: dict[int, torch.Tensor] = {}
         self._open: Check | None = None
         self._pending: Check | None = None
@@ -90,7 +90,7 @@ class Monitor:
     def before_reduction(self, step: int, call: int, scope: Scope) -> None:
         """Entry side, in front of the framework's TP reduction. A collective on checked steps."""
         self.catch_up()
-        if not self.watching or not self._pace.due(step):
+        if not self.watching or not self.pace.due(step):
             return
         started = self.parts.clock()
         check = self._begin(When(step, call, update=step - 1, pristine=self._steps == 0), scope)
@@ -132,9 +132,10 @@ class Monitor:
         self._step_seconds = now - self._step_ended if self._step_ended else 0.0
         self._step_ended = now
 
-    def catch_up(self) -> None:
-        """Read the check that is still on its way (deferred mode): at a fixed place, never by polling."""
+    def catch_up(self, *, last: bool = False) -> None:
+        """Read the check that is still on its way (deferred mode), at a fixed place; the `last` time, without peers."""
         check, self._pending = self._pending, None
+        self._resync = None if last else self._resync
         if check is not None:
             self._alone("the verdict", self._conclude, check)
 
@@ -162,20 +163,20 @@ class Monitor:
         check.fingerprinting += self.parts.clock() - started
         if not packed.ok:
             buffer.zero_()
-        header = self._header(check, phase, failed=not packed.ok)
+        tripped = self.guard.tripped
+        header = self._header(check, phase, failed=not packed.ok, tripped=tripped)
         if not self.guard.attempt("sealing", self._buffers.seal, buffer, header).ok:
             buffer, check.targets = self._buffers.disabled, ()
         self.parts.exchange.reduce_max(buffer)
-        tripped = self.guard.tripped
         reading = self.guard.attempt("reading back", self._readback.start, buffer).value
         if reading is None:
             self.guard.trip()
             return self._readback.unread(disabled=tripped)
         return reading
 
-    def _header(self, check: Check, phase: int, *, failed: bool) -> tuple[float, ...]:
+    def _header(self, check: Check, phase: int, *, failed: bool, tripped: bool) -> tuple[float, ...]:
         plan = (self._digest & 0xFFFFFFFF, self._digest >> 32)
-        flags = (float(failed), float(self.guard.tripped), float(self._pace.slow))
+        flags = (float(failed), float(tripped), float(self.pace.slow))
         return (phase, check.at.call, check.at.step, *plan, check.digest, *flags)
 
     def _pack_entry(self, check: Check) -> None:
@@ -343,6 +344,6 @@ class Monitor:
     def _keep_pace(self, check: Check, reduced: Reduced) -> None:
         """Stretch the interval if any rank says that checks are too slow: all read it from the same header."""
         if any(header.flag("slow") for header in reduced.headers):
-            self.ledger.note(check.at.step, self._pace.stretch())
+            self.ledger.note(check.at.step, self.pace.stretch())
         elif check.at.call == 1:
-            self._pace.spend(check.seconds, self._step_seconds)
+            self.pace.spend(check.seconds, self._step_seconds)

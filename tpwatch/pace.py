@@ -23,6 +23,8 @@ class Pace:
     def __init__(self, config: Config) -> None:
         """Start with the configured schedule."""
         self._config = config
+        self.start = config.start_step
+        """The last step before the first watched one: in a resumed run not 0, and the same on every rank."""
         self._budget = config.max_overhead
         self._spent: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self.interval = config.interval
@@ -31,7 +33,7 @@ class Pace:
     def due(self, step: int) -> bool:
         """True if `step` is to be checked. The same on all ranks; stretching ends the warm-up."""
         if not self._stretched:
-            return self._config.checked(step, self._config.start_step)
+            return self._config.checked(step, self.start)
         return step % self.interval == 0
 
     def spend(self, check_seconds: float, step_seconds: float) -> None:

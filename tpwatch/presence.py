@@ -20,12 +20,14 @@ from tpwatch.reduced import Reduced
 class Presence:
     """Presence of the gradients of one plan over one replica group."""
 
-    def __init__(self, exchange: Exchange, ranks: Sequence[int], group_rank: int, device: torch.device) -> None:
-        """Nothing is known yet; `ranks` are global, in group order."""
+    def __init__(self, exchange: Exchange, plan: WatchPlan, group_rank: int, device: torch.device) -> None:
+        """Nothing is known yet. Memory for the gather is taken now: none is needed to join the others."""
+        n = len(plan.replicas)
         self._exchange = exchange
-        self._ranks = ranks
+        self._ranks = plan.ranks
         self._group_rank = group_rank
-        self._device = device
+        self._marks = torch.zeros(n, dtype=torch.float64, device=device)
+        self._room = torch.zeros(exchange.size * n, dtype=torch.float64, device=device)
         self._present: tuple[float, ...] = ()
         self._flags = torch.zeros(FLAGS, 0, dtype=torch.float64, device=device)
         self._absent: dict[int, tuple[int, ...]] = {}
@@ -37,9 +39,9 @@ class Presence:
         They are written every time: the buffer holds what the last all-reduce left there.
         """
         if tuple(present) != self._present:
-            self._flags = torch.zeros_like(flags)
-            presence_flags(self._flags, present, self._group_rank)
-            self._present = tuple(present)
+            marked = torch.zeros_like(flags)
+            presence_flags(marked, present, self._group_rank)
+            self._flags, self._present = marked, tuple(present)
         flags.copy_(self._flags)
 
     def find_absent(self, rows: Sequence[RowObservation]) -> None:
@@ -51,8 +53,10 @@ class Presence:
         if all(_ends(self._absent.get(row.index, ())) == row.absent for row in rows):
             return
         mine = [self._present[row.index] for row in rows]
-        marks = torch.tensor(mine, dtype=torch.float64, device=self._device)
-        present = self._exchange.gather(marks).T.tolist()
+        marks = self._marks[: len(mine)]
+        marks.copy_(torch.tensor(mine, dtype=torch.float64))
+        room = self._room[: self._exchange.size * len(mine)].view(self._exchange.size, -1)
+        present = self._exchange.gather(marks, room).T.tolist()
         for row, column in zip(rows, present, strict=True):
             pairs = zip(self._ranks, column, strict=True)
             self._absent[row.index] = tuple(rank for rank, mark in pairs if mark == 0.0)

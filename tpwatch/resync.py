@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Literal
 
 import torch
 
 from tpwatch.alike import LABELS, Alike
+from tpwatch.config import Config
+from tpwatch.handshake import agree_to
 from tpwatch.ledger import Ledger
 from tpwatch.parts import Parts
 from tpwatch.records import Finding
@@ -24,78 +25,97 @@ logger = logging.getLogger("tpwatch")
 _NAMED = 5
 """Parameters that a line names."""
 
-PIECE = 16 * 2**20
-"""Bytes of a tensor that are gathered at a time: of so much there are as many copies as ranks for a moment."""
+PIECE = 4 * 2**20
+"""Bytes of a tensor that are gathered at a time. There are as many copies as ranks of so much for a moment, and for a
+mean of 16-bit numbers four times that."""
+
+AGREE_SECONDS = 30.0
+"""So long a rank waits for the others of its group to come to a resync."""
 
 
 class Resync:
     """Makes replicas of one group equal, in value and optimizer state."""
 
-    def __init__(self, parts: Parts, how: Literal["rank0", "mean"], ledger: Ledger) -> None:
-        """`rank0`: the copy of the group's first rank; `mean`: the mean over ranks, rounded to the tensor's dtype."""
+    def __init__(self, parts: Parts, config: Config, ledger: Ledger) -> None:
+        """`resync: rank0` takes the copy of the group's first rank, `mean` the mean, rounded to the tensor's dtype."""
         self._parts = parts
-        self._mean = how == "mean"
+        self._mean = config.resync == "mean"
+        self._timeout = min(AGREE_SECONDS, config.handshake_timeout)
         self._ledger = ledger
         self._alike = Alike(parts, ledger.guard)
+        self._sizes = torch.zeros(2, len(parts.plan.replicas) * len(LABELS), dtype=torch.float64, device=parts.device)
+        self._times = 0
+        self._failed: Sequence[str] = ()
 
     def mend(self, step: int, apart: Sequence[int], findings: Sequence[Finding]) -> None:
         """Make those replicas equal that are `apart` (rows of the plan) and of which there is a finding.
 
-        Collectives over the group: every rank calls it with the same rows. A tensor that some rank does not have is
-        left alone on all. What was done is logged and noted.
+        Collectives over the group, once every rank has said through the store that it comes to them: one that failed
+        on the way here would be waited for. A tensor that some rank does not have is left alone on all, and so is one
+        whose result would not be finite. What was done is logged and noted.
         """
         names, replicas = {finding.parameter for finding in findings}, self._parts.plan.replicas
         rows = [row for row in apart if replicas[row].name in names]
-        if not rows:
+        ranks = self._parts.plan.ranks
+        if not rows or agree_to("resync", ranks[self._parts.group_rank], ranks, self._timeout):
             return
         ready = self._ledger.guard.attempt("preparing a resync", self._prepare, rows).value
-        tensors, room = ready or ([None] * (len(rows) * len(LABELS)), torch.empty(0))
-        for tensor, everywhere in zip(tensors, self._everywhere(tensors), strict=True):
-            if tensor is not None and everywhere:
-                self._level(tensor.detach(), room)
-        self._ledger.note(step, self._say([replicas[row].name for row in rows]))
+        pairs, room = ready or ([None] * (len(rows) * len(LABELS)), self._sizes)
+        for pair, everywhere in zip(pairs, self._everywhere(pairs), strict=True):
+            if pair is not None and everywhere:
+                self._level(*pair, room)
+        self._say(step, [replicas[row].name for row in rows])
 
-    def _say(self, names: Sequence[str]) -> str:
-        """Log and return what became of the parameters `names`."""
+    def _say(self, step: int, names: Sequence[str]) -> None:
+        """Log and note what became of the parameters `names`: whenever that has doubled, or is not as it was."""
         left = self._alike.differing()
         failed = [name for name in names if left is None or name in left]
-        how = "the mean over ranks" if self._mean else f"the copy of rank {self._parts.plan.ranks[0]}"
-        text = f"resync, which changes training: {len(names)} parameters set to {how}: {', '.join(names[:_NAMED])}"
-        text += f"; still not equal: {', '.join(failed[:_NAMED])}" if failed else "; equal by hash"
-        if self._parts.group_rank == 0:
-            logger.log(logging.ERROR if failed else logging.WARNING, "tpwatch: %s", text)
-        return text
+        self._times += 1
+        if not self._times & (self._times - 1) or failed != self._failed:
+            how = "the mean over ranks" if self._mean else f"the copy of rank {self._parts.plan.ranks[0]}"
+            text = f"resync {self._times}, which changes training: {_listed(names)} set to {how}"
+            text += f"; still not equal: {_listed(failed)}" if failed else "; equal by hash"
+            self._ledger.note(step, text)
+            if self._parts.group_rank == 0:
+                logger.log(logging.ERROR if failed else logging.WARNING, "tpwatch: step %d: %s", step, text)
+        self._failed = failed
 
-    def _prepare(self, rows: Sequence[int]) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        """The tensors of the replicas `rows`, and memory for a piece of each rank: taken before anyone relies on it."""
+    def _prepare(self, rows: Sequence[int]) -> tuple[list[tuple[torch.Tensor, torch.Tensor] | None], torch.Tensor]:
+        """Memory, taken before anyone relies on it: each tensor with its elements in order, and room for a piece."""
         values, states = self._parts.source.values(), self._parts.source.states()
         tensors = [tensor for row in rows for tensor in (values[row], *states[row])]
-        piece = min(PIECE, max(_nbytes(tensor) for tensor in tensors))
-        return tensors, torch.empty(self._parts.exchange.size * piece, dtype=torch.uint8, device=self._parts.device)
+        pairs = [None if t is None else (t.detach(), t.detach().contiguous()) for t in tensors]
+        piece = min(PIECE, max(_nbytes(pair) for pair in pairs))
+        return pairs, torch.empty(self._parts.exchange.size * piece, dtype=torch.uint8, device=self._parts.device)
 
-    def _everywhere(self, tensors: Sequence[torch.Tensor | None]) -> list[bool]:
+    def _everywhere(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> list[bool]:
         """Which tensors every rank has, with the same number of bytes: nothing else may be gathered."""
-        sizes = [_nbytes(tensor) for tensor in tensors]
-        both = torch.tensor([sizes, [-size for size in sizes]], dtype=torch.float64, device=self._parts.device)
+        both, sizes = self._sizes[:, : len(pairs)].contiguous(), [float(_nbytes(pair)) for pair in pairs]
+        both.copy_(torch.tensor([sizes, [-size for size in sizes]], dtype=torch.float64))
         self._parts.exchange.reduce_max(both)
         high, low = both.tolist()
         return [most > 0 and most == -least for most, least in zip(high, low, strict=True)]
 
     @torch.no_grad()
-    def _level(self, tensor: torch.Tensor, room: torch.Tensor) -> None:
-        flat = tensor if tensor.is_contiguous() else tensor.contiguous()
+    def _level(self, tensor: torch.Tensor, flat: torch.Tensor, room: torch.Tensor) -> None:
+        ranks = self._parts.exchange.size
         for piece in flat.view(-1).view(torch.uint8).split(PIECE):
-            ranks = self._parts.exchange.size
             copies = self._parts.exchange.gather(piece, room[: ranks * piece.numel()].view(ranks, -1))
             # What fails here fails on this rank alone, and is seen by hash: the others go on with the next piece.
             self._ledger.guard.attempt("a resync", self._set, piece, copies.view(tensor.dtype))
-        if flat is not tensor:
+        if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat)
 
     def _set(self, piece: torch.Tensor, copies: torch.Tensor) -> None:
         result = copies.double().mean(0).to(copies.dtype) if self._mean else copies[0]
-        piece.copy_(result.view(torch.uint8))
+        if bool(result.double().isfinite().all()):
+            piece.copy_(result.view(torch.uint8))
 
 
-def _nbytes(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.numel() * tensor.element_size()
+def _nbytes(pair: tuple[torch.Tensor, torch.Tensor] | None) -> int:
+    return 0 if pair is None else pair[0].numel() * pair[0].element_size()
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -229,11 +229,11 @@ class Session:
         sinks = chosen(self.config, leader=leads, logs=self.rank == self.config.wandb.rank % dist.get_world_size())
         if not leads and not sinks:
             return Silent()
-        fanout = Fanout(sinks, Place(self.config, Path(directory), plan.group))
         incarnation = f"{self.round}-{os.getpid()}"
+        fanout = Fanout(sinks, Place(self.config, Path(directory), plan.group))
         events: Events
         if leads:
-            events = log = RunLog(directory, plan.group, incarnation, fanout.hand_over)
+            events = log = self._open_log(directory, plan.group, incarnation, fanout)
             teller: Teller = Leader(log, fanout, os.environ.get("TPWATCH_LAUNCH_ID", ""))
         else:
             events = Events(incarnation, lambda _event, line: fanout.hand_over(line))
@@ -247,6 +247,14 @@ class Session:
         events.start(plan, self.config.start_step, self.config, **facts)
         self._teller = teller
         return teller
+
+    @staticmethod
+    def _open_log(directory: str, group: str, incarnation: str, fanout: Fanout) -> RunLog:
+        try:
+            return RunLog(directory, group, incarnation, fanout.hand_over)
+        except OSError:
+            fanout.close()  # its threads and ports would stay behind
+            raise
 
     def _engine(self, host: Host, monitor: Monitor, directory: str) -> Engine:
         plan = monitor.parts.plan

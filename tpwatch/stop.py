@@ -15,6 +15,7 @@ from tpwatch.config import Config
 from tpwatch.errors import ReplicaFault
 from tpwatch.job import Job, JobView, Word
 from tpwatch.monitor import Monitor
+from tpwatch.records import Finding
 
 SILENCE = Word(stop=False, save=False, counts={}, ratio=0.0, max_abs=0.0)
 """What a rank says that could not work out its word: it comes to the meeting all the same."""
@@ -34,6 +35,8 @@ class Stop:
         self._told: Mapping[str, object] = {}
         self.saves: list[Callable[[int], None]] = []
         """Called with the step before a stop that asks for a checkpoint."""
+        self.saving = False
+        """True while they are called: that checkpoint is wanted with whatever was found."""
 
     def meet(self, step: int) -> None:
         """Meet the other ranks if this step is checked. A collective over all ranks of the job.
@@ -41,7 +44,7 @@ class Stop:
         Raises:
             ReplicaFault: some group wants to stop; raised on every rank.
         """
-        if not self._config.checked(step, self._config.start_step):
+        if not self._config.checked(step, self._monitor.pace.start):
             return
         word = self._guard.attempt("the word of this group", self._word).value or SILENCE
         view = self._guard.attempt("meeting of the job", self._job.meet, step, word).value
@@ -57,8 +60,14 @@ class Stop:
 
         Not in a step without a meeting, nor while `max_faults` may not have been reached: the update would be taken.
         """
-        meets = self._config.checked(step, self._config.start_step)
-        return bool(self._monitor.stopping) and meets and self._config.max_faults == 1
+        meets = self._config.checked(step, self._monitor.pace.start)
+        certain = bool(self._monitor.stopping) and meets and self._config.max_faults == 1
+        return certain and self._monitor.watching
+
+    @property
+    def wanted(self) -> tuple[Finding, ...]:
+        """Findings of this rank's group that ask for a stop."""
+        return self._monitor.stopping
 
     def _tell(self, view: JobView) -> None:
         """Write down what the job said if it said something else before."""
@@ -80,8 +89,10 @@ class Stop:
 
     def _stop(self, view: JobView) -> None:
         """Save first if a group asked for it, write down why, and raise on this rank as on every other."""
+        self.saving = view.save
         for save in self.saves if view.save else ():
             self._guard.attempt("checkpoint before the abort", save, view.step)
+        self.saving = False
         stopping = self._monitor.stopping
         if stopping:
             self._monitor.ledger.abort(view.step, stopping)

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from tpwatch._guard import Guard
 from tpwatch.config import Config
 from tpwatch.diagnose import skipped_finding
 from tpwatch.engine import Engine, Seams
+from tpwatch.errors import ReplicaFault
 from tpwatch.gate import Gate
 from tpwatch.handshake import agree_to
 from tpwatch.job import JobView
@@ -69,6 +69,7 @@ class Watch:
         self._skipped = 0
         self._first_skipped = 0
         self._twice_noted = False
+        self._left_out = False
         self._awake = False
         self._closed = False
 
@@ -136,7 +137,7 @@ class Watch:
             ReplicaFault: copies differ somewhere in the job, and `checkpoint: refuse` is set; on every rank.
         """
         if self._gate is not None and self._awake and not self._closed:
-            self._gate.before_save(self._step - 1)
+            self._gate.before_save(self._step - 1, asked_for=self._stop is not None and self._stop.saving)
 
     def after_save(self, directory: str | os.PathLike[str]) -> None:
         """A checkpoint was saved to `directory`: leave word in it where `checkpoint: annotate` asks for that."""
@@ -163,19 +164,14 @@ class Watch:
         self._close(last_word=False)
 
     def detach(self) -> None:
-        """Stop watching and put the host's own objects back. Idempotent; not a collective."""
+        """Stop watching and put the host's own objects back: on every rank, between the same two steps. Idempotent."""
         self._close(last_word=True)
 
     def __enter__(self) -> Watch:  # noqa: PYI034 - typing.Self is newer than Python 3.10
         """Watch until the block ends."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_error: object) -> None:
         """`finish` on a normal exit, `abandon` on an exception."""
         if kind is None:
             self.finish()
@@ -214,16 +210,16 @@ class Watch:
             self._twice_noted = True
             self._note(f"the gradient finalizer was called {self._calls} times in step {self._step}")
         self._run("entry", lambda monitor: monitor.before_reduction(self._step, self._calls, scope))
-        return self._stop is None or not self._stop.certain(self._step)
+        # Which ranks want that is known to each rank alone: all of the group leave it out, or none does.
+        self._left_out = self._stop is not None and self._stop.certain(self._step) and self._meet("leave out")
+        return not self._left_out
 
     def captured(self) -> None:
         """The host records its reduction into a CUDA graph, as on every rank: its replays call nothing here."""
         if self.enabled and self.monitor is not None:
-            self._note(
-                "not watched: CUDA graph: the gradient finalizer is captured, from this step on nothing is compared"
-            )
+            self._note("not watched: CUDA graph: the gradient finalizer is captured; nothing is compared from here on")
             logger.warning("tpwatch: not watched: the gradient finalizer runs in a CUDA graph")
-            self.monitor.watching, self._stop = False, None
+            self.monitor.watching = False
 
     def notice(self, look: Callable[[], str]) -> None:
         """Let an adapter look for what the host has changed and nothing here follows; a note says what it tells."""
@@ -246,6 +242,8 @@ class Watch:
                 self._finalizer_skipped()
         if self._stop is not None:
             self._stop.meet(self._step)
+            if self._left_out:
+                raise ReplicaFault(self._stop.wanted, self._step)  # the gradients are not fit for an update
 
     def stepped(self) -> None:
         """The optimizer has stepped, or skipped the step: the next one begins."""
@@ -262,6 +260,8 @@ class Watch:
         known = self._guard.attempt("reading the iteration", self._seams.iteration).value if self._seams else None
         if known is not None:
             self._step = known
+            if not self._ever_called and self._skipped == 0 and self.monitor is not None:
+                self.monitor.pace.start = known - 1  # a resumed run has its warm-up too
 
     def _finalizer_skipped(self) -> None:
         """Our wrapper was not called: the host has replaced it, or the finalizer did not run.
@@ -331,7 +331,7 @@ class Watch:
             return
         try:
             if last_word:
-                self._run("last check", lambda monitor: monitor.catch_up())
+                self._run("last check", lambda monitor: monitor.catch_up(last=True))
         finally:
             self._let_go(wait=wait)
 

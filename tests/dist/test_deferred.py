@@ -249,7 +249,8 @@ class Parcel:
         """True if it has arrived."""
         return self.arrived.is_set()
 
-    def wait(self) -> str:
+    @property
+    def host(self) -> str:
         """Return the content."""
         return "content"
 

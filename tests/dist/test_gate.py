@@ -18,9 +18,9 @@ from tpwatch.gate import Gate
 from tpwatch.job import Job
 
 
-def gate(rank: int, policy: str, *, leader: bool | None = None, states: bool = True) -> tuple[Gate, Rig]:
+def gate(rank: int, policy: str, *, leader: bool | None = None, states: bool = True, **knobs: Any) -> tuple[Gate, Rig]:
     """Two healthy parameters with masters and moments, and a gate of the given policy."""
-    config = Config(checkpoint=policy)  # type: ignore[arg-type]
+    config = Config(checkpoint=policy, **knobs)  # type: ignore[arg-type]
     watched = rig([normal(1, 8), normal(2, 8)], [None, None], config)
     if states:
         kept = ("master", "exp_avg", "exp_avg_sq")
@@ -105,13 +105,12 @@ def test_an_annotation_also_says_that_copies_agree(tmp_path: Path) -> None:
 def in_one_group(rank: int, run: str) -> str:
     """Two groups of two ranks in one job; only the first has a moment that differs."""
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    guard, watched = gate(rank, "refuse", leader=rank % 2 == 0)
+    asked_for = run == "stopping" and rank < 2
+    guard, watched = gate(rank, "refuse", leader=rank % 2 == 0, on_fault="abort")
     watched.exchange.group = groups[rank // 2]
     watched.source.kept[0]["exp_avg"].add_(float(rank == 1))
-    if run == "stopping" and rank < 2:
-        watched.monitor.stopping = (object(),)  # type: ignore[assignment]
     try:
-        guard.before_save(7)
+        guard.before_save(7, asked_for=asked_for)
     except ReplicaFault as fault:
         return str(fault)
     return ""
@@ -173,6 +172,21 @@ def test_state_on_some_ranks_only_differs() -> None:
     """Nothing is compared with nothing, and differs from something."""
     expected = [f"{name}: master, exp_avg, exp_avg_sq differ" for name in ("p0", "p1")]
     assert run_ranks(2, on_one_rank_only) == [expected] * 2
+
+
+def failing_annotated(rank: int, directory: Path) -> None:
+    """As `failing`, with a note in the checkpoint asked for."""
+    guard, watched = gate(rank, "annotate")
+    if rank == 1:
+        watched.source.states = lambda: [[]]  # type: ignore[method-assign]
+    guard.before_save(5)
+    guard.after_save(5, directory)
+
+
+def test_a_checkpoint_is_not_annotated_with_what_nobody_compared(tmp_path: Path) -> None:
+    """That copies agree would be a claim."""
+    run_ranks(2, failing_annotated, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def load(rank: int, before: float, after: float) -> list[str]:

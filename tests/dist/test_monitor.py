@@ -714,3 +714,20 @@ def test_without_memory_for_it_nobody_gathers() -> None:
     assert counts == others
     assert counts[1:4] == [6, 2, 6]
     assert (errors, other_errors, watching, others_watching) == (0, 1, True, True)
+
+
+def presence_comes_back(rank: int) -> list[str]:
+    """A parameter is frozen in step 3 on every rank; then rank 1 cannot work out its flags; then all is as before."""
+    watched = rig([normal(1, 30), normal(2, 30)], [None, None])
+    for step in range(1, 8):
+        both = [normal(step, 30), normal(step + 50, 30)]
+        watched.source.gradients = [both[0], None] if step == 3 else [*both]
+        broken = mock.patch("tpwatch.presence.presence_flags", side_effect=MemoryError)
+        with broken if step == 3 and rank == 1 else contextlib.nullcontext():
+            watched.step(step)
+    return [f.kind for f in watched.findings]
+
+
+def test_flags_that_could_not_be_worked_out_are_not_remembered() -> None:
+    """Half of them would say, from the next step on, that gradients are missing which are all there."""
+    assert run_ranks(2, presence_comes_back) == [[], []]

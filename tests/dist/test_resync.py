@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.dist._harness import run_ranks
 from tests.dist._parts import Memory, Rig, normal, rig
 from tpwatch.config import Config
+from tpwatch.exchange import Exchange
 
 SHAPE = (6, 5)
 LABELS = ("master", "exp_avg")
@@ -55,7 +53,7 @@ def test_rank0_gives_its_copy_and_its_optimizer_state(world: int, dtype: torch.d
         expected = shifted(dtype, 1.0)
         assert torch.equal(first, expected[0])
         assert all(map(torch.equal, kept[:2], expected[1:]))
-        assert [note for note in notes if "the copy of rank 0: p0; equal by hash" in note]
+        assert [note for note in notes if "p0 set to the copy of rank 0; equal by hash" in note]
 
 
 def test_mean_is_the_mean_of_all_ranks() -> None:
@@ -63,7 +61,7 @@ def test_mean_is_the_mean_of_all_ranks() -> None:
     for (first, _, *kept), notes in run_ranks(3, mended, "mean", torch.float32):
         for got, expected in zip((first, *kept[:2]), shifted(torch.float32, 2.0), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
-        assert [note for note in notes if "the mean over ranks: p0; equal by hash" in note]
+        assert [note for note in notes if "p0 set to the mean over ranks; equal by hash" in note]
 
 
 def test_the_mean_is_the_same_on_every_rank_to_the_last_bit() -> None:
@@ -112,13 +110,47 @@ def test_a_tensor_is_gathered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     """The memory it takes is bounded by the piece, not by the tensor."""
     monkeypatch.setattr("tpwatch.resync.PIECE", 16)
     largest: list[int] = []
-    gather = dist.all_gather
+    gather = Exchange.gather
 
-    def spy(parts: Any, tensor: torch.Tensor, **options: Any) -> Any:
-        largest.append(tensor.numel() * tensor.element_size() if tensor.dtype == torch.uint8 else 0)
-        return gather(parts, tensor, **options)
+    def spy(exchange: Exchange, tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+        largest.append(tensor.numel() if tensor.dtype == torch.uint8 else 0)
+        return gather(exchange, tensor, room)
 
-    monkeypatch.setattr(dist, "all_gather", spy)
+    monkeypatch.setattr(Exchange, "gather", spy)
     for (first, _, *kept), _ in run_ranks(2, mended, "rank0", torch.float32):
         assert all(map(torch.equal, (first, *kept[:2]), shifted(torch.float32, 1.0)))
     assert max(largest) == 16
+
+
+def lasting(rank: int, steps: int) -> list[str]:
+    """A write on rank 1 behind every step."""
+    watched = rig([normal(1, 8)], [None], Config(resync="mean", patience=1))
+    for step in range(1, steps + 1):
+        watched.source.gradients = [normal(step, 8)]
+        watched.step(step)
+        watched.source.parameters[0].add_(rank)
+    return [text for _, text in watched.memo.of("note") if text.startswith("resync")]
+
+
+def test_a_lasting_fault_is_not_told_at_every_check() -> None:
+    """Whenever the count has doubled: notes are kept for ever."""
+    for told in run_ranks(2, lasting, 30):
+        assert [text.split(",")[0] for text in told] == ["resync 1", "resync 2", "resync 4", "resync 8", "resync 16"]
+
+
+def not_finite(rank: int, how: str) -> tuple[torch.Tensor, list[str]]:
+    """Rank 0 has a NaN."""
+    watched = rig([normal(1, 8)], [None], Config(resync=how, patience=1))  # type: ignore[arg-type]
+    watched.source.parameters[0][2] = float("nan") if rank == 0 else 1.0
+    for step in range(1, 6):
+        watched.source.gradients = [normal(step, 8)]
+        watched.step(step)
+    return watched.source.parameters[0], [text for _, text in watched.memo.of("note") if text.startswith("resync")]
+
+
+@pytest.mark.parametrize("how", ["rank0", "mean"])
+def test_a_result_that_is_not_finite_is_spread_to_nobody(how: str) -> None:
+    """The healthy copy stays what it was, and the line says that they are not equal."""
+    _, (healthy, told) = run_ranks(2, not_finite, how)
+    assert bool(healthy.isfinite().all())
+    assert all("still not equal: p0" in text for text in told)

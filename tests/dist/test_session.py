@@ -497,3 +497,45 @@ def test_the_rank_that_logs_must_be_one_of_the_job(tmp_path: Path, gloo_ranks: R
     for said in gloo_ranks(2, out_of_range, str(tmp_path), rank, timeout=60):
         assert f"wandb.rank = {rank}" in said
         assert "job of 2" in said
+
+
+def alone_in_its_verdict(rank: int, out: str) -> tuple[list[float], int]:
+    """A gradient that the framework does not reduce is missing on rank 1, whose verdict fails; the other is reduced."""
+    model = toy(NAMES[:2])
+    model.rules = ["sum", "none"]
+    watch = attach(model, out, on_fault="abort", handshake_timeout=3.0, max_errors=9)
+    if rank == 1 and watch.monitor:
+        watch.monitor.parts.diagnosis.presence = mock.Mock(side_effect=MemoryError)  # type: ignore[method-assign]
+    whole = torch.ones(20)
+    try:
+        model.train([whole * (rank + 1), None if rank == 1 else whole])
+    except ReplicaFault as fault:
+        watch.abandon()
+        return (model.gradients[0] if model.gradients[0] is not None else whole)[:1].tolist(), fault.step
+    watch.abandon()
+    return [], 0
+
+
+def test_a_reduction_is_left_out_by_all_ranks_of_a_group_or_by_none(tmp_path: Path, gloo_ranks: Ranks) -> None:
+    """One rank does not know that the run is about to be stopped: its peer has to reduce with it all the same."""
+    for reduced, step in gloo_ranks(2, alone_in_its_verdict, str(tmp_path), timeout=60):
+        assert (reduced, step) == ([3.0], 1)
+
+
+def resumed(rank: int, out: str) -> list[int]:
+    """The trainer counts from 100; checked steps, with a warm-up of three and every tenth step from then on."""
+    model = toy()
+    watch = attach(model, out, warmup=3, interval=10)
+    checked = []
+    for step in range(101, 112):
+        with mock.patch.object(watch._seams, "iteration", return_value=step):
+            model.train(partials(model, rank, step))
+        if watch.last_report and watch.last_report.step == step:
+            checked.append(step)
+    watch.detach()
+    return checked
+
+
+def test_a_resumed_run_has_its_warm_up_too(tmp_path: Path, gloo_ranks: Ranks) -> None:
+    """That is where faults of loading show."""
+    assert gloo_ranks(2, resumed, str(tmp_path), timeout=60) == [[101, 102, 103, 110]] * 2

@@ -264,7 +264,7 @@ class MegatronSeams:
         prepare, step = self._methods["prepare_grads"], self._methods["step"]
 
         def prepare_grads(*args: Any, **kwargs: Any) -> Any:
-            if self._active:
+            if self._active and not capturing():
                 self._watch.gradients_ready()
             return prepare(*args, **kwargs)
 

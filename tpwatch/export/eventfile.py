@@ -117,11 +117,16 @@ class EventFile:
         number = next_number(self.path, self._group)
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         fd = os.open(draft, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_TRUNC, FILE_MODE)
+        part = part_file(self.path, number)
         try:
-            self.path.rename(part_file(self.path, number))
+            self.path.rename(part)
             draft.rename(self.path)
         except OSError:
             os.close(fd)
+            with suppress(OSError):
+                draft.unlink(missing_ok=True)
+                if not self.path.exists():
+                    part.rename(self.path)
             raise
         os.close(self._fd)
         self._fd, self._torn = fd, False
