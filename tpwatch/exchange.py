@@ -1,6 +1,6 @@
 """One packed buffer over one replica group, and what comes back.
 
-Layout, collectives, read-back, reduced view.
+Layout, collectives, read-back.
 
 A buffer is float64 `[2, half]`: columns `f` and `-f`, so that one all-reduce(MAX) brings MAX and
 MIN together. This file moves numbers and never interprets them; it knows tensors and process

@@ -20,6 +20,7 @@ from tpwatch.export import Health, Place
 from tpwatch.export.fanout import Fanout
 from tpwatch.export.jsonl import RunLog
 from tpwatch.export.sinks import chosen
+from tpwatch.job import JobView
 
 PAGE = (REPOSITORY / "docs" / "sinks.md").read_text()
 LONGEST = 20
@@ -221,6 +222,8 @@ def real(directory: Path) -> dict[str, dict[str, Any]]:
     log.finding(3, finding())
     log.status(3, [], [])
     log.note(3, "slow")
+    view = JobView(3, stop=False, save=False, groups_stopping=0, counts={"drift": 2}, ratio=2.0, max_abs=0.03)
+    log.job(3, view.to_json())
     log.abort(3)
     log.end(3)
     log.close()

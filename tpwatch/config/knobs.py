@@ -119,7 +119,10 @@ class Wandb(Section):
     PREFIX: ClassVar[str] = "wandb."
 
     enabled: bool = False
-    """Log into the run that the trainer has open; needs the extra `tpwatch[wandb]`. All ranks of the job meet then."""
+    """Log into the run that the trainer has open; needs the extra `tpwatch[wandb]`.
+
+    All ranks of the job meet at checked steps then, before the update, which waits for the device once.
+    """
     rank: int = -1
     """Global rank that has the run; -1 is the last one, where Megatron logs."""
     alerts: bool = True
