@@ -210,7 +210,7 @@ def test_a_command_killed_by_a_signal_has_the_shell_s_code(tmp_path: Path) -> No
 
 def test_workers_of_torchrun_go_through_the_runner(tmp_path: Path) -> None:
     """Two real workers: each runs the script, and the job is told once that it is not watched."""
-    (tmp_path / "train.py").write_text("import os\nprint('rank', os.environ['RANK'], flush=True)\n")
+    (tmp_path / "train.py").write_text("import os\nos.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())\n")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     done = tpwatch_run("--", *torchrun, "--nproc-per-node", "2", "train.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
