@@ -120,7 +120,7 @@ def steps(rank: int, date: str, folder: Path, port: int, tiny: bool) -> None:  #
     from tpwatch.lab.model import build
 
     logging.getLogger("tpwatch").setLevel(logging.ERROR)
-    rounds, calls, warm = (1, 2, 1) if tiny else (8, TIMED, WARM)
+    rounds, calls, warm = (1, 2, 1) if tiny else (5, TIMED, WARM)
     run = Logged(build(TINY if tiny else SECOND), folder)
     training = Training(run, modes(folder, port), folder / "runs", warm)
     names = list(training.spent)

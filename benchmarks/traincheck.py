@@ -98,7 +98,7 @@ def main() -> None:
     bin_directory = args.directory.absolute()
     with scratch() as folder:
         invariants = Loop(bin_directory, Path(folder) / "small", "", 8).invariants()
-        sizes, steps, rounds = ("", 4, 1) if args.smoke else (SECOND, 10, 3)
+        sizes, steps, rounds = ("", 4, 1) if args.smoke else (SECOND, 10, 2)
         loop = Loop(bin_directory, Path(folder) / "loop", sizes, steps)
         times: dict[str, list[float]] = {"off": [], "only what invariants need": [], "everything": []}
         for number in range(rounds):
