@@ -8,7 +8,7 @@ Knows records and configuration, not torch and not where findings came from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from tpwatch.config import STOPPING, Action, Config
@@ -72,3 +72,14 @@ def must_stop(findings: Iterable[Finding], config: Config) -> tuple[Finding, ...
 def wants_checkpoint(findings: Iterable[Finding], config: Config) -> bool:
     """True if one of the findings that stop the run asks for a checkpoint first."""
     return any(action(f, config) == "checkpoint_then_abort" for f in findings)
+
+
+def doubled(count: int) -> bool:
+    """True for 1, 2, 4, 8, ...: what goes on and on is said again whenever there is twice as much of it."""
+    return not count & (count - 1)
+
+
+def listed(names: Sequence[str], most: int, between: str = ", ", last: str = " and ") -> str:
+    """The first `most` names, and how many there are besides."""
+    more = f"{last}{len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more

@@ -106,13 +106,12 @@ class Exchange:
         self._count(buffer)
         dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=self.group)
 
-    def gather(self, tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
-        """All-gather equal-sized 1-D tensors.
+    def gather(self, tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+        """All-gather equal-sized 1-D tensors into `room`, which is returned.
 
-        `[m]` on each rank to `[size, m]` in group-rank order, in `room` if given.
+        `[m]` on each rank to `[size, m]` in group-rank order. Memory is the caller's: it must be there before any rank
+        relies on this one.
         """
-        if room is None:
-            room = tensor.new_empty(self.size, tensor.numel())
         self._count(tensor)
         # In one piece: with a list of tensors, NCCL's would take as much memory once more. (The name is newer than
         # torch 2.12; the older one warns since.)

@@ -27,7 +27,7 @@ from tpwatch.records import Evidence, Spread, Target, WatchPlan
 class Collectives(Protocol):
     """What is asked of an exchange."""
 
-    def gather(self, tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    def gather(self, tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         """All-gather equal-sized 1-D tensors: `[m]` on each rank to `[size, m]` in group-rank order, into `room`."""
         ...
 

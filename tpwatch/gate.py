@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpwatch._guard import Guard
+from tpwatch.act import listed
 from tpwatch.alike import VALUE, Alike, Differing
 from tpwatch.config import Config
 from tpwatch.diagnose import state_finding
@@ -84,7 +85,7 @@ class Gate:
             return
         for what, names in (("came with", after.keys() - before.keys()), ("went with", before.keys() - after.keys())):
             if names:
-                self._say(step, f"a difference between copies {what} the checkpoint: {_listed(sorted(names))}")
+                self._say(step, f"a difference between copies {what} the checkpoint: {self._listed(sorted(names))}")
 
     def _look(self, step: int, when: str) -> Differing | None:
         """What differs now; None if that could not be found out, or if this group is not watched any more."""
@@ -98,8 +99,8 @@ class Gate:
         if apart is None:
             self._say(step, f"copies could not be compared {when}: an internal error on one rank")
         elif apart:
-            listed = [f"{name} ({', '.join(labels)})" for name, labels in apart.items()]
-            self._say(step, f"copies differ {when}: {_listed(listed)}")
+            described = [f"{name} ({', '.join(labels)})" for name, labels in apart.items()]
+            self._say(step, f"copies differ {when}: {self._listed(described)}")
             self._report(step, apart)
         return apart
 
@@ -111,12 +112,12 @@ class Gate:
         if hidden:
             self._monitor.report(step, [state_finding(plan, name, labels, step) for name, labels in hidden.items()])
 
+    @staticmethod
+    def _listed(names: list[str]) -> str:
+        """With semicolons: what is listed may have commas of its own."""
+        return listed(names, _NAMED, between="; ", last="; and ")
+
     def _say(self, step: int, text: str) -> None:
         self._monitor.ledger.note(step, text)
         if self._monitor.parts.group_rank == 0:
             logger.warning("tpwatch: step %d, %s: %s", step, self._monitor.parts.plan.group, text)
-
-
-def _listed(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return "; ".join(names[:_NAMED]) + (f"; and {more} more" if more > 0 else "")

@@ -25,6 +25,9 @@ Payload = Mapping[str, Any]
 Judge = Callable[[Mapping[int, Payload]], str]
 """Looks at the payloads so far (by rank) and returns why the meeting must fail, or an empty string."""
 
+AMID_TRAINING = 30.0
+"""Seconds that a meeting may take once training runs, and at its end: nobody waits two minutes for a monitor then."""
+
 _ON = "on"
 _POLL_FIRST, _POLL_LONGEST = 0.002, 0.1
 

@@ -58,12 +58,15 @@ class Reduced:
     def differing(self) -> dict[str, int]:
         """Rows that are not bit-identical, per observation point; values alone have only one."""
         points = ("param", "grad_pre", "grad_post") if len(self.headers) > 1 else ("param",)
-        return {name: len(self.apart(at)) for at, name in enumerate(points)}
+        return {name: int(self._parted(at).sum()) for at, name in enumerate(points)}
 
-    def apart(self, point: int = 0) -> list[int]:
-        """Rows that are not bit-identical at a point: 0 values, 1 gradients before, 2 after the reduction."""
-        high, low = self._heads_hi[point], self._heads_lo[point]
-        return torch.nonzero((high[:, :2] != low[:, :2]).any(1)).flatten().tolist()
+    def apart(self) -> list[int]:
+        """Rows whose values are not bit-identical."""
+        return torch.nonzero(self._parted(0)).flatten().tolist()
+
+    def _parted(self, point: int) -> torch.Tensor:
+        """Bool `[n]`: not bit-identical at a point: 0 values, 1 gradients before, 2 after the reduction."""
+        return (self._heads_hi[point][:, :2] != self._heads_lo[point][:, :2]).any(1)
 
     def ratios(self) -> tuple[float | None, float | None]:
         """Smallest and largest norm(post) / norm(pre) of a row, by the largest norms of the group; None without any."""

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 
 import torch
 
+from tpwatch.act import doubled, listed
 from tpwatch.alike import LABELS, Alike
 from tpwatch.config import Config
-from tpwatch.handshake import agree_to
+from tpwatch.handshake import AMID_TRAINING, agree_to
 from tpwatch.ledger import Ledger
 from tpwatch.parts import Parts
 from tpwatch.records import Finding
@@ -29,9 +30,6 @@ PIECE = 4 * 2**20
 """Bytes of a tensor that are gathered at a time. There are as many copies as ranks of so much for a moment, and for a
 mean of 16-bit numbers four times that."""
 
-AGREE_SECONDS = 30.0
-"""So long a rank waits for the others of its group to come to a resync."""
-
 
 class Resync:
     """Makes replicas of one group equal, in value and optimizer state."""
@@ -40,7 +38,7 @@ class Resync:
         """`resync: rank0` takes the copy of the group's first rank, `mean` the mean, rounded to the tensor's dtype."""
         self._parts = parts
         self._mean = config.resync == "mean"
-        self._timeout = min(AGREE_SECONDS, config.handshake_timeout)
+        self._timeout = min(AMID_TRAINING, config.handshake_timeout)
         self._ledger = ledger
         self._alike = Alike(parts, ledger.guard)
         self._sizes = torch.zeros(2, len(parts.plan.replicas) * len(LABELS), dtype=torch.float64, device=parts.device)
@@ -71,10 +69,10 @@ class Resync:
         left = self._alike.differing()
         failed = [name for name in names if left is None or name in left]
         self._times += 1
-        if not self._times & (self._times - 1) or failed != self._failed:
+        if doubled(self._times) or failed != self._failed:
             how = "the mean over ranks" if self._mean else f"the copy of rank {self._parts.plan.ranks[0]}"
-            text = f"resync {self._times}, which changes training: {_listed(names)} set to {how}"
-            text += f"; still not equal: {_listed(failed)}" if failed else "; equal by hash"
+            text = f"resync {self._times}, which changes training: {listed(names, _NAMED)} set to {how}"
+            text += f"; still not equal: {listed(failed, _NAMED)}" if failed else "; equal by hash"
             self._ledger.note(step, text)
             if self._parts.group_rank == 0:
                 logger.log(logging.ERROR if failed else logging.WARNING, "tpwatch: step %d: %s", step, text)
@@ -114,8 +112,3 @@ class Resync:
 
 def _nbytes(pair: tuple[torch.Tensor, torch.Tensor] | None) -> int:
     return 0 if pair is None else pair[0].numel() * pair[0].element_size()
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return ", ".join(names[:_NAMED]) + more

@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from tpwatch._guard import Guard
+from tpwatch.act import doubled
 from tpwatch.config import Config
 from tpwatch.diagnose import skipped_finding
 from tpwatch.engine import Engine, Seams
 from tpwatch.errors import ReplicaFault
 from tpwatch.gate import Gate
-from tpwatch.handshake import agree_to
+from tpwatch.handshake import AMID_TRAINING, agree_to
 from tpwatch.job import JobView
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Scope
@@ -33,10 +34,6 @@ logger = logging.getLogger("tpwatch")
 
 COLLECTIVE = frozenset({"entry", "exit", "values check"})
 """Calls that hold a collective: where one fails, this rank cannot know what its peers are waiting for."""
-
-FINISH_TIMEOUT = 30.0
-"""Seconds that the last meetings of a run may take: at the end of training nobody waits two minutes
-for a monitor."""
 
 
 class Watch:
@@ -288,10 +285,10 @@ class Watch:
         """Counted every time, said and written down again whenever the count has doubled."""
         finding = skipped_finding(monitor.parts.plan, self._step, self._skipped)
         finding = replace(finding, first_step=self._first_skipped)  # not all of the steps between need be skipped ones
-        if self._skipped & (self._skipped - 1):
-            monitor.parts.diagnosis.add(finding)
-        else:
+        if doubled(self._skipped):
             monitor.report(self._step, [finding])
+        else:
+            monitor.parts.diagnosis.add(finding)
 
     def _reinstall(self, seams: Seams) -> None:
         if self._meet("reinstall"):
@@ -307,7 +304,7 @@ class Watch:
             return False
         who = self._engine.membership
         ranks = who.world_ranks if everyone else who.group_ranks
-        timeout = min(FINISH_TIMEOUT, self.config.handshake_timeout)
+        timeout = min(AMID_TRAINING, self.config.handshake_timeout)
         outcome = self._guard.attempt(f"meeting for {what}", agree_to, what, who.rank, ranks, timeout)
         if outcome.value:
             logger.info("tpwatch: no %s: %s", what, outcome.value)

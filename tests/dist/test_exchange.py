@@ -60,7 +60,7 @@ def counted_by_torch(rank: int) -> tuple[int, int, int]:
     with CommDebugMode() as mode:
         exchange.reduce_max(torch.zeros(10, dtype=torch.float64))
         exchange.reduce_max(torch.zeros(2, 5, dtype=torch.float64))
-        exchange.gather(torch.full((3,), float(rank), dtype=torch.float32))
+        exchange.gather(torch.full((3,), float(rank), dtype=torch.float32), torch.empty(exchange.size, 3))
     return exchange.collectives, mode.get_total_counts(), exchange.bytes
 
 
@@ -71,7 +71,8 @@ def test_collectives_are_counted_as_torch_counts_them(gloo_ranks: Callable[..., 
 
 def gathered(rank: int) -> list[list[float]]:
     """Gather two numbers that tell the rank."""
-    return Exchange(None).gather(torch.tensor([rank + 0.25, -float(rank)])).tolist()
+    exchange = Exchange(None)
+    return exchange.gather(torch.tensor([rank + 0.25, -float(rank)]), torch.empty(exchange.size, 2)).tolist()
 
 
 def test_gather_returns_rows_in_rank_order(gloo_ranks: Callable[..., Any]) -> None:

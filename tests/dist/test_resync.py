@@ -112,7 +112,7 @@ def test_a_tensor_is_gathered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     largest: list[int] = []
     gather = Exchange.gather
 
-    def spy(exchange: Exchange, tensor: torch.Tensor, room: torch.Tensor | None = None) -> torch.Tensor:
+    def spy(exchange: Exchange, tensor: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
         largest.append(tensor.numel() if tensor.dtype == torch.uint8 else 0)
         return gather(exchange, tensor, room)
 

@@ -21,7 +21,7 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -34,6 +34,7 @@ from tpwatch.adapters.base import Groups, Host
 from tpwatch.adapters.megatron_changes import Changes
 from tpwatch.adapters.megatron_checkpoints import CheckpointSeams, states
 from tpwatch.adapters.megatron_params import Parameter, each_optimizer, parameters
+from tpwatch.adapters.patch import Patch
 from tpwatch.config import Config, load
 from tpwatch.exchange import OUTSIDE
 from tpwatch.parts import Look, Scope
@@ -186,14 +187,10 @@ class MegatronSeams:
         """Install all seams; those of checkpoints only for a `gate`."""
         self._watch = watch
         self._chunks = {id(chunk): i for i, chunk in enumerate(chunks)}
-        self._optimizer = optimizer
         self._module: ModuleType = sys.modules["megatron.core.distributed.finalize_model_grads"]
-        self._methods = {"prepare_grads": optimizer.prepare_grads, "step": optimizer.step}
-        self._shadowed = {name: vars(optimizer).get(name) for name in ("prepare_grads", "step")}
-        self._wrapped: dict[str, Callable[..., Any]] = {}
         self._active = True
         self._wrap_finalizer()
-        self._wrap_optimizer()
+        self._optimizer = self._wrap_optimizer(optimizer)
         self._checkpoints = CheckpointSeams(watch, optimizer) if gate else None
         self._changes = Changes(chunks)
 
@@ -201,7 +198,7 @@ class MegatronSeams:
 
     def lost(self) -> bool:
         """True if the host has put another reduction in place of our wrapper."""
-        return getattr(self._module, FINALIZER) is not self._wrapped[FINALIZER]
+        return self._finalizer.lost
 
     def reinstall(self) -> None:
         """Wrap the reduction the host has put there."""
@@ -215,18 +212,7 @@ class MegatronSeams:
         self._active = False
         self._changes.remove()
         notes = [*self._checkpoints.remove()] if self._checkpoints else []
-        if self.lost():
-            notes.append(f"{FINALIZER} was replaced after attach: the replacement stays, ours passes through")
-        else:
-            setattr(self._module, FINALIZER, self._original)
-        for name, before in self._shadowed.items():
-            if vars(self._optimizer).get(name) is not self._wrapped[name]:
-                notes.append(f"optimizer.{name} was replaced after attach: the replacement stays, ours passes through")
-            elif before is None:
-                delattr(self._optimizer, name)
-            else:
-                setattr(self._optimizer, name, before)
-        return notes
+        return [*notes, *(note for patch in (self._finalizer, *self._optimizer) for note in patch.remove())]
 
     def iteration(self) -> int | None:
         """Megatron's own count (`args.curr_iteration`, completed iterations) plus one, where its trainer runs."""
@@ -242,7 +228,7 @@ class MegatronSeams:
     # --------------------------------------------------------------------------------------- wrappers
 
     def _wrap_finalizer(self) -> None:
-        self._original = original = getattr(self._module, FINALIZER)
+        original = getattr(self._module, FINALIZER)
 
         def reduce_watched(model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             scope = frozenset(i for i in map(self._chunks.get, map(id, model)) if i is not None)
@@ -257,11 +243,10 @@ class MegatronSeams:
             return result
 
         reduce_watched.__wrapped__ = original  # type: ignore[attr-defined]
-        self._wrapped[FINALIZER] = reduce_watched
-        setattr(self._module, FINALIZER, reduce_watched)
+        self._finalizer = Patch(self._module, FINALIZER, reduce_watched, FINALIZER)
 
-    def _wrap_optimizer(self) -> None:
-        prepare, step = self._methods["prepare_grads"], self._methods["step"]
+    def _wrap_optimizer(self, optimizer: Any) -> list[Patch]:
+        prepare, step = optimizer.prepare_grads, optimizer.step
 
         def prepare_grads(*args: Any, **kwargs: Any) -> Any:
             if self._active and not capturing():
@@ -274,9 +259,8 @@ class MegatronSeams:
                 self._watch.stepped()
             return result
 
-        for name, wrapper in (("prepare_grads", prepare_grads), ("step", step_watched)):
-            self._wrapped[name] = wrapper
-            setattr(self._optimizer, name, wrapper)
+        wrappers = {"prepare_grads": prepare_grads, "step": step_watched}
+        return [Patch(optimizer, name, wrapper, f"optimizer.{name}") for name, wrapper in wrappers.items()]
 
 
 def add_args(parser: Any) -> Any:

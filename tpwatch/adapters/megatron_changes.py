@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.modules import module as modules
 
+from tpwatch.act import listed
 from tpwatch.adapters.megatron_params import named_parameters
 
 NAMED = 4
@@ -67,6 +68,4 @@ def _said(names: Sequence[str], what: str) -> str:
     """One line about parameters that share a fate."""
     if not names:
         return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    some = ", ".join(names[:NAMED]) + more
-    return f"{what} after attach and not watched (attach again to watch the model as it is): {some}"
+    return f"{what} after attach and not watched (attach again to watch the model as it is): {listed(names, NAMED)}"

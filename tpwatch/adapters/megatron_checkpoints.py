@@ -14,6 +14,7 @@ import torch
 from megatron.core import dist_checkpointing
 
 from tpwatch.adapters.megatron_params import each_optimizer
+from tpwatch.adapters.patch import Patch
 from tpwatch.parts import STATES
 from tpwatch.watch import Watch
 
@@ -60,31 +61,17 @@ class CheckpointSeams:
     def __init__(self, watch: Watch, optimizer: Any) -> None:
         """Wrap both."""
         self._watch = watch
-        self._optimizer = optimizer
         self._active = True
-        self._saves, self._loads = dist_checkpointing.save, optimizer.load_state_dict
-        self._shadowed = vars(optimizer).get("load_state_dict")
-        self._save, self._load = self._wrap_save(self._saves), self._wrap_load(self._loads)
-        dist_checkpointing.save = self._save
-        optimizer.load_state_dict = self._load
+        load = optimizer.load_state_dict
+        self._patches = (
+            Patch(dist_checkpointing, "save", self._wrap_save(dist_checkpointing.save), "dist_checkpointing.save"),
+            Patch(optimizer, "load_state_dict", self._wrap_load(load), "load_state_dict"),
+        )
 
     def remove(self) -> Sequence[str]:
         """Put the host's own functions back; what was replaced since becomes a pass-through, and a note says so."""
         self._active = False
-        notes = []
-        if dist_checkpointing.save is self._save:
-            dist_checkpointing.save = self._saves
-        else:
-            notes.append(
-                "dist_checkpointing.save was replaced after attach: the replacement stays, ours passes through"
-            )
-        if vars(self._optimizer).get("load_state_dict") is not self._load:
-            notes.append("load_state_dict was replaced after attach: the replacement stays, ours passes through")
-        elif self._shadowed is None:
-            del self._optimizer.load_state_dict
-        else:
-            self._optimizer.load_state_dict = self._shadowed
-        return notes
+        return [note for patch in self._patches for note in patch.remove()]
 
     def _wrap_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
         def save_watched(sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:

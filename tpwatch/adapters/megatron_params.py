@@ -39,12 +39,11 @@ def parameters(chunks: Sequence[Any], optimizer: Any) -> list[Parameter]:
         bare = unwrap(chunk)
         config = getattr(chunk, "config", None) or getattr(bare, "config", None)
         shards = _checkpoint_witness(bare)
-        layers = _layer_numbers(bare)
-        for name, tensor in bare.named_parameters():
+        for name, tensor in named_parameters([chunk]):
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            candidate = _candidate(_global_name(name, layers), tensor, config, shards.get(id(tensor)))
+            candidate = _candidate(name, tensor, config, shards.get(id(tensor)))
             start, stop = owned(tensor)
             found.append(Parameter(tensor, number, replace(candidate, grad_start=start, grad_stop=stop)))
     return _with_unique_names(found)

@@ -19,7 +19,7 @@ from typing import Any
 from tpwatch.errors import ConfigError
 from tpwatch.export import catalog
 from tpwatch.export.catalog import METRICS, Metric, Unit
-from tpwatch.export.sinks import Place
+from tpwatch.export.sinks import LEVELS, Place, Told
 from tpwatch.export.snapshot import Numbers
 
 CLOSING_SECONDS = 3.0
@@ -30,9 +30,6 @@ LOG_DELAY = 1.0
 
 UCUM: Mapping[Unit, str] = {"": "", "bytes": "By", "ratio": "1", "seconds": "s"}
 """The catalogue's units as OpenTelemetry writes them."""
-
-SEVERITIES = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
-"""Names of OpenTelemetry's severities."""
 
 ATTRIBUTES = (
     "kind", "code", "parameter", "point", "role", "caused_by", "first_step", "confidence",
@@ -61,8 +58,7 @@ class OtelSink:
         self._durations = _instruments(self._meters.get_meter("tpwatch", _version()), self._numbers)
         self._loggers = _logger_provider(resource, self._exports)
         self._logger = self._loggers.get_logger("tpwatch", _version())
-        self._told: dict[tuple[str, str], str] = {}
-        """Severity of each finding when it was last told."""
+        self._told = Told()
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Fold one event into the numbers of the next export; tell a finding when it is new or more severe.
@@ -74,12 +70,8 @@ class OtelSink:
         if event["event"] == "check":
             for phase, seconds in event["phases"].items():
                 self._durations.record(seconds, {"group": self._group, "phase": phase})
-        elif event["event"] == "finding":
-            found = event["finding"]
-            key = found["kind"], found["parameter"]
-            if self._told.get(key) != found["severity"]:
-                self._told[key] = found["severity"]
-                self._logger.emit(**_record(found, event["time"]))
+        elif event["event"] == "finding" and self._told.is_news(event["finding"]):
+            self._logger.emit(**_record(event["finding"], event["time"]))
         self._exports.check()
 
     def close(self) -> None:
@@ -205,7 +197,7 @@ def _name(metric: Metric) -> str:
 def _observe(numbers: Numbers, metric: Metric, _options: object) -> list[Any]:
     from opentelemetry.metrics import Observation
 
-    samples = [sample for family in numbers.snapshot() if family.metric is metric for sample in family.samples]
+    samples = numbers.samples(metric)
     return [Observation(sample.value, dict(zip(metric.labels, sample.labels, strict=True))) for sample in samples]
 
 
@@ -227,7 +219,7 @@ def _record(found: Mapping[str, Any], time: float) -> dict[str, Any]:
     """Arguments of `emit` for a finding; what a finding does not have is left out."""
     from opentelemetry._logs import SeverityNumber
 
-    severity = SEVERITIES[found["severity"]]
+    severity = LEVELS[found["severity"]]
     since = f"{found['kind']} of {found['parameter']} since step {found['first_step']}"
     return {
         "timestamp": int(time * 1e9),

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from tpwatch.config import Prometheus
-from tpwatch.errors import ConfigError
 from tpwatch.export.catalog import Metric
-from tpwatch.export.sinks import Place
+from tpwatch.export.sinks import Place, missing
 from tpwatch.export.snapshot import Exemplar, Family, Numbers, Sample
 
 logger = logging.getLogger("tpwatch")
@@ -189,8 +188,7 @@ def _client() -> Any:  # noqa: ANN401 - as above
     try:
         import prometheus_client
     except ImportError:
-        rule, remedy = "needs prometheus-client", "Install that extra: pip install 'tpwatch[prometheus]'."
-        raise ConfigError(knob="prometheus.enabled", value=True, rule=rule, remedy=remedy) from None
+        raise missing(package="prometheus-client", extra="prometheus") from None
     return prometheus_client
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from tpwatch.config import Config
 from tpwatch.errors import ConfigError
+from tpwatch.records import Severity
 
 ENTRY_POINTS = "tpwatch.sinks"
 """Group of entry points under which other packages offer a `Factory`."""
@@ -74,6 +75,33 @@ class Place:
 
 
 Factory = Callable[[Place], Sink]
+
+LEVELS: Mapping[Severity, str] = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
+"""Severities as W&B and OpenTelemetry call them."""
+
+
+class Told:
+    """Findings that a sink has passed on: each once, and again when it has become more severe."""
+
+    def __init__(self) -> None:
+        """Nothing has been told yet."""
+        self._severity: dict[tuple[str, str], str] = {}
+
+    def __len__(self) -> int:
+        return len(self._severity)
+
+    def is_news(self, found: Mapping[str, Any]) -> bool:
+        """Whether a finding, as an event has it, is to be told; it then counts as told."""
+        key = found["kind"], found["parameter"]
+        news: bool = self._severity.get(key) != found["severity"]
+        self._severity[key] = found["severity"]
+        return news
+
+
+def missing(package: str, extra: str) -> ConfigError:
+    """What to raise where a sink is on and the package behind it is not installed."""
+    remedy = f"Install that extra: pip install 'tpwatch[{extra}]'."
+    return ConfigError(knob=f"{extra}.enabled", value=True, rule=f"needs {package}", remedy=remedy)
 
 
 def chosen(config: Config, *, leader: bool = True, logs: bool = False) -> dict[str, Factory]:

@@ -159,6 +159,12 @@ class Numbers:
             families = (Family(series.metric, series.samples()) for series in self._series.values())
             return tuple(family for family in families if family.samples)
 
+    def samples(self, metric: Metric) -> tuple[Sample, ...]:
+        """A copy of the samples of one metric as they stand."""
+        with self._lock:
+            self._losses()
+            return self._of(metric).samples()
+
     def _of(self, metric: Metric) -> Series:
         return self._series[metric.name]
 
@@ -201,11 +207,11 @@ class Numbers:
     def _spread(self, event: Mapping[str, Any]) -> None:
         """What was not measured at this check keeps its value: most checks gather nothing."""
         if event["max_abs"] != 0.0 or not event["differing"].get("param"):
-            self._set(catalog.SPREAD_ABS, _number(event["max_abs"]))
-            self._set(catalog.SPREAD_REL, _number(event["max_rel"]))
+            self._set(catalog.SPREAD_ABS, number(event["max_abs"]))
+            self._set(catalog.SPREAD_REL, number(event["max_rel"]))
         if event["ratio_lo"] is not None:
             self._set(catalog.RATIO_MIN, event["ratio_lo"])
-            self._set(catalog.RATIO_MAX, _number(event["ratio_hi"]))
+            self._set(catalog.RATIO_MAX, number(event["ratio_hi"]))
 
     def _finding(self, event: Mapping[str, Any]) -> None:
         finding = Finding.from_json(event["finding"])
@@ -221,8 +227,8 @@ class Numbers:
             first = min(finding.first_step, self._first.get(finding.kind, finding.first_step))
             self._first[finding.kind] = first
             self._set(catalog.FIRST_STEP, first, finding.kind)
-        self._of(catalog.MAX_ABS).raise_to(_number(finding.max_abs), self._group, finding.kind)
-        self._of(catalog.MAX_REL).raise_to(_number(finding.max_rel), self._group, finding.kind)
+        self._of(catalog.MAX_ABS).raise_to(number(finding.max_abs), self._group, finding.kind)
+        self._of(catalog.MAX_REL).raise_to(number(finding.max_rel), self._group, finding.kind)
 
     def _status(self, event: Mapping[str, Any]) -> None:
         self._set(catalog.NOT_EXERCISED, len(event["not_exercised"]))
@@ -242,7 +248,7 @@ class Numbers:
         self._set(catalog.DROPPED_LABELS, sum(series.dropped for series in self._series.values()))
 
 
-def _number(value: object) -> float:
+def number(value: object) -> float:
     """A measure as written; null stands for a number that was not finite."""
     return float(value) if isinstance(value, (int, float)) else math.inf
 

@@ -14,11 +14,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tpwatch.errors import ConfigError
 from tpwatch.export import catalog
 from tpwatch.export.catalog import Metric
 from tpwatch.export.jsonl import make_directory
-from tpwatch.export.sinks import Place
+from tpwatch.export.sinks import Place, Told, missing
 from tpwatch.export.snapshot import Numbers, Sample
 
 MOST_TEXTS = 256
@@ -49,8 +48,7 @@ class TensorBoardSink:
         self._curves: dict[str, _Point] = {}
         """The last point of each curve."""
         self._last = _Moment(0, 0.0)
-        self._told: dict[tuple[str, str], str] = {}
-        """Severity of each finding when it was last told."""
+        self._told = Told()
 
     def write(self, event: Mapping[str, Any]) -> None:
         """Write the points of a check, or the text of a start or a finding."""
@@ -101,12 +99,9 @@ class TensorBoardSink:
 
     def _finding(self, found: Mapping[str, Any], at: float) -> None:
         """Tell a finding when it is new or has become more severe."""
-        key = found["kind"], found["parameter"]
-        if self._told.get(key) == found["severity"]:
-            return
-        self._told[key] = found["severity"]
-        if len(self._told) <= MOST_TEXTS:
-            self._file.text(_Moment(found["first_step"], at), "/".join(("tpwatch/finding", *key)), _words(found))
+        if self._told.is_news(found) and len(self._told) <= MOST_TEXTS:
+            tag = f"tpwatch/finding/{found['kind']}/{found['parameter']}"
+            self._file.text(_Moment(found["first_step"], at), tag, _words(found))
 
 
 class _Moment(NamedTuple):
@@ -177,8 +172,7 @@ def _protocol() -> _Protocol:
         from tensorboard.compat.proto.types_pb2 import DT_STRING
         from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError:
-        rule, remedy = "needs tensorboard", "Install that extra: pip install 'tpwatch[tensorboard]'."
-        raise ConfigError(knob="tensorboard.enabled", value=True, rule=rule, remedy=remedy) from None
+        raise missing(package="tensorboard", extra="tensorboard") from None
     return _Protocol(RecordWriter, Event, SessionLog, Summary, SummaryMetadata, TensorProto, DT_STRING)
 
 

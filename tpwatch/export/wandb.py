@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from tpwatch.errors import ConfigError
-from tpwatch.export.sinks import Place
-from tpwatch.records import SEVERITIES, Finding, Severity
+from tpwatch.export.sinks import LEVELS, Place, missing
+from tpwatch.export.snapshot import number
+from tpwatch.records import SEVERITIES, Finding
 
 logger = logging.getLogger("tpwatch")
 
@@ -39,8 +39,6 @@ MOST_ALERTS = 20
 
 SPACING = 0.1
 """Seconds between two logs of nothing but checks: they come in bursts, and of a burst only the last would be kept."""
-
-LEVELS: Mapping[Severity, str] = {"info": "INFO", "warning": "WARN", "error": "ERROR"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +106,7 @@ class WandbSink:
             self._scalars[f"differing_{point}"] = count
         if event["ratio_lo"] is not None:
             self._scalars["ratio_lo"] = event["ratio_lo"]
-            self._scalars["ratio_hi"] = _number(event["ratio_hi"])
+            self._scalars["ratio_hi"] = number(event["ratio_hi"])
         self._scalars_due = True
 
     def _finding(self, event: Mapping[str, Any]) -> None:
@@ -126,8 +124,8 @@ class WandbSink:
         self._scalars["faults"] = sum(counts.values())
         for kind, count in counts.items():
             self._scalars[f"faults_{kind.replace('-', '_')}"] = count
-        self._scalars["worst_ratio"] = _number(event["ratio"])
-        self._scalars["worst_max_abs"] = _number(event["max_abs"])
+        self._scalars["worst_ratio"] = number(event["ratio"])
+        self._scalars["worst_max_abs"] = number(event["max_abs"])
         self._scalars_due = True
         own = {finding.kind for finding in self._findings.values() if finding.counts}
         for kind in counts.keys() - own:
@@ -203,13 +201,7 @@ def _require_wandb() -> None:
     try:
         metadata.version("wandb")
     except metadata.PackageNotFoundError:
-        rule, remedy = "needs wandb", "Install that extra: pip install 'tpwatch[wandb]'."
-        raise ConfigError(knob="wandb.enabled", value=True, rule=rule, remedy=remedy) from None
-
-
-def _number(value: float | None) -> float:
-    """A measure as written; null stands for a number that was not finite."""
-    return math.inf if value is None else value
+        raise missing(package="wandb", extra="wandb") from None
 
 
 def _words(ranks: tuple[int, ...]) -> str:
