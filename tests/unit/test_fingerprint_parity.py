@@ -105,12 +105,25 @@ def with_values(dtype: torch.dtype) -> Iterator[torch.Tensor]:
         for value in (0.0, -0.0, info.max, -info.max, info.tiny, info.tiny / 8, inf, -inf):
             yield torch.full((size,), value, dtype=dtype)
         yield torch.full((size,), float("nan"), dtype=dtype)
+        for rest in (0.0, 1.0):
+            alone = torch.full((size,), rest, dtype=dtype)
+            alone[size // 2] = float("nan")
+            yield alone
+            yield signalling(alone)
         mixed = torch.randn(size, generator=generator()).to(dtype)
         mixed[size // 2 :] *= info.tiny
         yield mixed
         mixed = torch.randn(size, generator=generator()).to(dtype)
         mixed[: size // 3] *= info.max / 8
         yield mixed
+
+
+def signalling(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with the quiet bit of every NaN cleared and its lowest bit set."""
+    bits = tensor.clone().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    quiet = {torch.float16: 1 << 9, torch.bfloat16: 1 << 6, torch.float32: 1 << 22, torch.float64: 1 << 51}
+    bits[tensor.isnan()] ^= quiet[tensor.dtype] | 1
+    return bits.view(tensor.dtype)
 
 
 def of_awkward_layout(dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -39,6 +39,7 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define HAS_FLOAT16 0
 #define int_vector u32x4
 #define float_vector f32x4
+#define keep(v) (v)
 #define load(p) ((u32x4) * (const u32x4_any *)(p))
 #define store(p, v) (*(u32x4_any *)(p) = (v))
 #define load_float(p) ((f32x4) * (const f32x4_any *)(p))
@@ -52,10 +53,10 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define add64(a, b) ((u32x4)((u64x2)(a) + (u64x2)(b)))
 #define add32(a, b) ((u32x4)((a) + (b)))
 #define add16(a, b) ((u32x4)((u16x8)(a) + (u16x8)(b)))
-#define max32 portable_max32
-#define max16 portable_max16
-#define min32 portable_min32
-#define min16 portable_min16
+#define largest32(most, x, magnitude) portable_max32((most), and((x), (magnitude)))
+#define largest16(most, x, magnitude) portable_max16((most), and((x), (magnitude)))
+#define count32(n, x, magnitude, one) add32((n), portable_min32(and((x), (magnitude)), (one)))
+#define count16(n, x, magnitude, one) add16((n), portable_min16(and((x), (magnitude)), (one)))
 #define multiply_low portable_multiply_low
 #define multiply_high portable_multiply_high
 #define multiply_add(a, b, c) ((a) * (b) + (c))
@@ -68,6 +69,17 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+/* A loaded vector, kept in a register: compilers would rather load it anew for each use. */
+static inline __attribute__((always_inline, target("avx2"))) __m256i keep256(__m256i v) {
+    __asm__("" : "+x"(v));
+    return v;
+}
+static inline __attribute__((always_inline, target("avx512f"))) __m512i keep512(__m512i v) {
+    __asm__("" : "+v"(v));
+    return v;
+}
+enum { LARGER_MAGNITUDE = 11 }; /* of vrangeps: the larger absolute value, sign cleared */
+
 #define NAME(x) x##_avx2
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 #define VECTOR_BYTES 32
@@ -75,6 +87,7 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define HAS_FLOAT16 1
 #define int_vector __m256i
 #define float_vector __m256
+#define keep keep256
 #define load(p) _mm256_loadu_si256((const __m256i *)(p))
 #define store(p, v) _mm256_storeu_si256((__m256i *)(p), (v))
 #define load_float(p) _mm256_loadu_ps(p)
@@ -88,10 +101,10 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define add64(a, b) _mm256_add_epi64((a), (b))
 #define add32(a, b) _mm256_add_epi32((a), (b))
 #define add16(a, b) _mm256_add_epi16((a), (b))
-#define max32(a, b) _mm256_max_epu32((a), (b))
-#define max16(a, b) _mm256_max_epu16((a), (b))
-#define min32(a, b) _mm256_min_epu32((a), (b))
-#define min16(a, b) _mm256_min_epu16((a), (b))
+#define largest32(most, x, magnitude) _mm256_max_epu32((most), and((x), (magnitude)))
+#define largest16(most, x, magnitude) _mm256_max_epu16((most), and((x), (magnitude)))
+#define count32(n, x, magnitude, one) add32((n), _mm256_min_epu32(and((x), (magnitude)), (one)))
+#define count16(n, x, magnitude, one) add16((n), _mm256_min_epu16(and((x), (magnitude)), (one)))
 #define multiply_low(a, b) _mm256_mul_epu32((a), (b))
 #define multiply_high(a, b) _mm256_mul_epi32(_mm256_srli_epi64((a), 32), (b))
 #define multiply_add(a, b, c) _mm256_fmadd_ps((a), (b), (c))
@@ -108,6 +121,7 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define HAS_FLOAT16 1
 #define int_vector __m512i
 #define float_vector __m512
+#define keep keep512
 #define load(p) _mm512_loadu_si512(p)
 #define store(p, v) _mm512_storeu_si512((p), (v))
 #define load_float(p) _mm512_loadu_ps(p)
@@ -121,10 +135,13 @@ static inline u32x4 portable_multiply_high(u32x4 a, u32x4 b) {
 #define add64(a, b) _mm512_add_epi64((a), (b))
 #define add32(a, b) _mm512_add_epi32((a), (b))
 #define add16(a, b) _mm512_add_epi16((a), (b))
-#define max32(a, b) _mm512_max_epu32((a), (b))
-#define max16(a, b) _mm512_max_epu16((a), (b))
-#define min32(a, b) _mm512_min_epu32((a), (b))
-#define min16(a, b) _mm512_min_epu16((a), (b))
+/* One instruction, that of the larger magnitude. It leaves NaN out, which then shows in the norm. */
+#define largest32(most, x, magnitude) \
+    _mm512_castps_si512(_mm512_range_ps(as_float(most), as_float(x), LARGER_MAGNITUDE))
+#define largest16(most, x, magnitude) _mm512_max_epu16((most), and((x), (magnitude)))
+#define count32(n, x, magnitude, one) \
+    _mm512_mask_add_epi32((n), _mm512_test_epi32_mask((x), (magnitude)), (n), (one))
+#define count16(n, x, magnitude, one) add16((n), _mm512_min_epu16(and((x), (magnitude)), (one)))
 #define multiply_low(a, b) _mm512_mul_epu32((a), (b))
 #define multiply_high(a, b) _mm512_mul_epi32(_mm512_srli_epi64((a), 32), (b))
 #define multiply_add(a, b, c) _mm512_fmadd_ps((a), (b), (c))

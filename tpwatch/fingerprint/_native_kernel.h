@@ -52,13 +52,12 @@ static inline __attribute__((always_inline)) TARGET void NAME(rows)(
             if (half) high_sum = load_float(run->sums + high_at);
         }
         for (int r = 0; r < count; r++) {
-            const int_vector x = load(data + r * ROW_BYTES + at);
+            const int_vector x = keep(load(data + r * ROW_BYTES + at));
             prefetch(data + at * count + r * VECTOR_BYTES + PREFETCH_BYTES);
             hash[r] = add64(hash[r], add64(multiply_low(x, v0), multiply_high(x, v1)));
             if (!values) continue;
-            const int_vector size = and(x, magnitude);
-            absmax = half ? max16(absmax, size) : max32(absmax, size);
-            nonzero = half ? add16(nonzero, min16(size, one)) : add32(nonzero, min32(size, one));
+            absmax = half ? largest16(absmax, x, magnitude) : largest32(absmax, x, magnitude);
+            nonzero = half ? count16(nonzero, x, magnitude, one) : count32(nonzero, x, magnitude, one);
             const int_vector y = xor(x, and(flips, sign));
             flips = add32(flips, flips);
             float_vector low = as_float(y), high = low;
@@ -167,7 +166,8 @@ static TARGET int NAME(fast)(
     }
     double l2 = 0;
     for (int i = 0; i < VECTOR_BYTES / 4; i++) l2 += run->l2[i];
-    if (absmax >= infinity_bits(kind) || (absmax && (l2 < FAST_L2_MIN || l2 > FAST_L2_MAX))) return 0;
+    if (absmax >= infinity_bits(kind) || !(l2 <= FAST_L2_MAX)) return 0; /* a NaN may show in l2 only */
+    if (absmax && l2 < FAST_L2_MIN) return 0;
     _Alignas(64) float folded[SLOTS];
     const float *sums = run->sums;
     if (half) sums = folded;

@@ -6,6 +6,7 @@
 #undef HAS_FLOAT16
 #undef int_vector
 #undef float_vector
+#undef keep
 #undef load
 #undef store
 #undef load_float
@@ -19,10 +20,10 @@
 #undef add64
 #undef add32
 #undef add16
-#undef max32
-#undef max16
-#undef min32
-#undef min16
+#undef largest32
+#undef largest16
+#undef count32
+#undef count16
 #undef multiply_low
 #undef multiply_high
 #undef multiply_add
