@@ -45,9 +45,8 @@ class Held:
 def held(checks: int, out: Path, started: float) -> Held:
     """Look at this process, after a garbage collection."""
     gc.collect()
-    resident = next(
-        int(line.split()[1]) for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")
-    )
+    status = Path("/proc/self/status").read_text().splitlines()
+    resident = next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
     files, threads = (sum(1 for _ in Path("/proc/self", kind).iterdir()) for kind in ("fd", "task"))
     written = sum(path.stat().st_size for path in out.rglob("*") if path.is_file()) // 1024
     return Held(checks, resident, files, threads, written, time.monotonic() - started)

@@ -128,8 +128,10 @@ class Rig:
         self.monitor.end_of_step()
 
 
-def plan_of(parameters: Sequence[torch.Tensor], *, rule: Rule = "sum", names: Sequence[str] = ()) -> WatchPlan:
-    """Return a plan over all ranks of the default group, rows named `p0`, `p1`, ..."""
+def plan_of(
+    parameters: Sequence[torch.Tensor], *, rule: Rule = "sum", names: Sequence[str] = (), ranks: Sequence[int] = ()
+) -> WatchPlan:
+    """Return a plan over `ranks`, or all of the default group; rows are named `p0`, `p1`, ..."""
     replicas = tuple(
         ReplicaSpec(
             name=names[i] if names else f"p{i}",
@@ -141,7 +143,7 @@ def plan_of(parameters: Sequence[torch.Tensor], *, rule: Rule = "sum", names: Se
         )
         for i, p in enumerate(parameters)
     )
-    return WatchPlan("tp", tuple(range(dist.get_world_size())), replicas)
+    return WatchPlan("tp", tuple(ranks or range(dist.get_world_size())), replicas)
 
 
 def rig(
@@ -150,20 +152,22 @@ def rig(
     config: Config | None = None,
     *,
     plan: WatchPlan | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Rig:
-    """Build the monitor of this rank over the default group."""
+    """Build the monitor of this rank over `group` (None: the default one), where its parameters lie."""
     config = config or Config()
-    plan = plan or plan_of(parameters)
+    plan = plan or plan_of(parameters, ranks=dist.get_process_group_ranks(group or dist.group.WORLD))
+    device = parameters[0].device if parameters else CPU
     source, memo, guard = Memory(parameters, gradients), Memo(), Guard(config.max_errors)
     parts = Parts(
         plan=plan,
         source=source,
-        exchange=Exchange(None),
-        group_rank=dist.get_rank(),
-        fingerprinter=choose(CPU, config.fingerprint),
+        exchange=Exchange(group),
+        group_rank=dist.get_rank(group),
+        fingerprinter=choose(device, config.fingerprint),
         diagnosis=Diagnosis(plan, config),
         recorder=memo,
-        device=CPU,
+        device=device,
     )
     return Rig(Monitor(parts, config, guard), source, memo, guard)
 
