@@ -23,8 +23,9 @@ LONG_SHARE = 0.03
 MOST_LINES = 80  # no function is longer, except where MAY_BE_LONG
 FILE_LINES = 350
 MAY_BE_LONG = "fingerprint"  # kernels are long by nature
-MAY_CATCH_ALL = "_guard.py"  # the one failure boundary around the training loop
+BOUNDARY = "_guard.py"  # the one failure boundary around the training loop
 BLIND = {"Exception", "BaseException"}
+OWN_LOGGER = 'logging.getLogger("tpwatch")'
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -42,14 +43,23 @@ def is_blind(handler: ast.ExceptHandler) -> bool:
     return any(isinstance(name, ast.Name) and name.id in BLIND for name in caught)
 
 
+def is_for_the_boundary(node: ast.AST) -> str:
+    """What only the failure boundary may do, if this node does that."""
+    if isinstance(node, ast.ExceptHandler) and is_blind(node):
+        return f"catches everything: only {BOUNDARY} may"
+    if isinstance(node, ast.Call) and ast.unparse(node) == ast.unparse(ast.parse(OWN_LOGGER)):
+        return f"logs by itself: only {BOUNDARY} may, the others call its `say`"
+    return ""
+
+
 def fault(node: ast.AST, path: Path) -> str | None:
     """Why this node may not be in the package, if so."""
     if isinstance(node, ast.Assert):
         return "assert: raise an error from errors.py, asserts vanish under -O"
     if isinstance(node, ast.Global):
         return "global statement: pass state as an argument"
-    if isinstance(node, ast.ExceptHandler) and is_blind(node) and path.name != MAY_CATCH_ALL:
-        return f"catches everything: only {MAY_CATCH_ALL} may"
+    if path.name != BOUNDARY and (why := is_for_the_boundary(node)):
+        return why
     if isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node):
         return "NotImplementedError: what is not built yet is absent, not a stub"
     if isinstance(node, Function) and length(node) > MOST_LINES and MAY_BE_LONG not in path.parts:

@@ -23,6 +23,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def say(level: int, text: str, *args: object, exc_info: BaseException | bool | None = None) -> None:
+    """Log one line, wherever training may be waiting for it: a log handler of the job's own that raises raises here."""
+    with suppress(Exception):  # there is nowhere left to say so
+        logger.log(level, text, *args, exc_info=exc_info)
+
+
 class Outcome(Generic[T]):
     """Result of one guarded call: `ok` and `value`, or the exception in `error`."""
 
@@ -85,8 +91,8 @@ class Guard:
         self._logged.add(key)
         left = self.limit - self.errors
         after = f"disabled after {left} more" if left > 0 else "tpwatch will disable itself on all ranks"
-        with suppress(Exception):  # the job's own log handler is broken: there is nowhere left to say so
-            logger.warning("tpwatch internal error in %s (training is not affected; %s)", what, after, exc_info=error)
+        text = "tpwatch internal error in %s (training is not affected; %s)"
+        say(logging.WARNING, text, what, after, exc_info=error)
 
 
 def shield(fn: Callable[..., Any], *args: Any) -> tuple[bool, Any]:

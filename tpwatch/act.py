@@ -11,14 +11,13 @@ import logging
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
+from tpwatch._guard import say
 from tpwatch.config import STOPPING, Action, Config
 from tpwatch.records import Finding
 
 ABORT_EXIT_CODE = 86
 """Exit code of a run that tpwatch stopped (16 and 17 are Megatron's own; torchrun itself returns
 1)."""
-
-logger = logging.getLogger("tpwatch")
 
 _LEVELS = {"info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -38,7 +37,7 @@ def announce(finding: Finding, config: Config) -> None:
     level = logging.INFO if wanted == "log" else _LEVELS[finding.severity]
     if finding.role == "consequence":
         level = min(level, logging.INFO)
-    logger.log(level, "%s", headline(finding))
+    say(level, "%s", headline(finding))
 
 
 def headline(finding: Finding) -> str:

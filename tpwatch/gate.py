@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpwatch._guard import Guard
+from tpwatch._guard import Guard, say
 from tpwatch.act import listed
 from tpwatch.alike import VALUE, Alike, Differing
 from tpwatch.config import Config
@@ -21,8 +21,6 @@ from tpwatch.errors import ReplicaFault
 from tpwatch.export.jsonl import write_annotation
 from tpwatch.job import Job, Word
 from tpwatch.monitor import Monitor
-
-logger = logging.getLogger("tpwatch")
 
 _NAMED = 5
 """Parameters that a line of the log names; the rest is a number."""
@@ -120,4 +118,4 @@ class Gate:
     def _say(self, step: int, text: str) -> None:
         self._monitor.ledger.note(step, text)
         if self._monitor.parts.group_rank == 0:
-            logger.warning("tpwatch: step %d, %s: %s", step, self._monitor.parts.plan.group, text)
+            say(logging.WARNING, "tpwatch: step %d, %s: %s", step, self._monitor.parts.plan.group, text)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tpwatch._guard import say
 from tpwatch.act import doubled, listed
 from tpwatch.alike import LABELS, Alike
 from tpwatch.config import Config
@@ -20,8 +21,6 @@ from tpwatch.handshake import AMID_TRAINING, agree_to
 from tpwatch.ledger import Ledger
 from tpwatch.parts import Parts
 from tpwatch.records import Finding
-
-logger = logging.getLogger("tpwatch")
 
 _NAMED = 5
 """Parameters that a line names."""
@@ -75,7 +74,7 @@ class Resync:
             text += f"; still not equal: {listed(failed, _NAMED)}" if failed else "; equal by hash"
             self._ledger.note(step, text)
             if self._parts.group_rank == 0:
-                logger.log(logging.ERROR if failed else logging.WARNING, "tpwatch: step %d: %s", step, text)
+                say(logging.ERROR if failed else logging.WARNING, "tpwatch: step %d: %s", step, text)
         self._failed = failed
 
     def _prepare(self, rows: Sequence[int]) -> tuple[list[tuple[torch.Tensor, torch.Tensor] | None], torch.Tensor]:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import tpwatch
-from tpwatch._guard import Guard
+from tpwatch._guard import Guard, say
 from tpwatch.adapters import choose
 from tpwatch.adapters.base import Adapter, Groups, Host
 from tpwatch.config import Config, load
@@ -45,8 +45,6 @@ from tpwatch.parts import Parts, Recorder
 from tpwatch.records import WatchPlan
 from tpwatch.report.summary import summarize
 from tpwatch.watch import Watch
-
-logger = logging.getLogger("tpwatch")
 
 
 def attach(  # noqa: PLR0913 - the contract of DESIGN section 6
@@ -98,7 +96,7 @@ def attach(  # noqa: PLR0913 - the contract of DESIGN section 6
 
 
 def _inert(config: Config, guard: Guard, reason: str) -> Watch:
-    logger.warning("tpwatch: not watching: %s", reason)
+    say(logging.WARNING, "tpwatch: not watching: %s", reason)
     return Watch(config, guard, reason=reason)
 
 
@@ -157,7 +155,7 @@ class Session:
             self._write_meta(host, directory, meeting)
         found = discover(host.axis, ranks, host.candidates, self.config.watch)
         for warning in found.warnings if self.rank == 0 else ():
-            logger.warning("tpwatch: %s", warning)
+            say(logging.WARNING, "tpwatch: %s", warning)
         agreed = self._agree_on_plan(found, ranks)
         built = self.guard.attempt("building", self._build, host, agreed, directory)
         failed = "" if built.ok else f"rank {self.rank}: {self.guard.last_error}"
@@ -280,14 +278,14 @@ class Session:
         plan, step = monitor.parts.plan, self.config.start_step
         if self.rank == plan.ranks[0]:
             for name, reason in plan.not_watched:
-                logger.info("tpwatch: not watched: %s (%s)", name, reason)
+                say(logging.INFO, "tpwatch: not watched: %s (%s)", name, reason)
         if not plan.replicas or len(plan.ranks) == 1:
             why = "the TP group has one rank" if len(plan.ranks) == 1 else "no replicated parameter was found"
             monitor.watching = False
             monitor.ledger.note(step, f"nothing to watch: {why}")
-            logger.warning("tpwatch: nothing to watch: %s", why)
+            say(logging.WARNING, "tpwatch: nothing to watch: %s", why)
             return
-        logger.info("tpwatch: watching %d replicas over ranks %s", len(plan.replicas), list(plan.ranks))
+        say(logging.INFO, "tpwatch: watching %d replicas over ranks %s", len(plan.replicas), list(plan.ranks))
         monitor.report(step, [layout_finding(plan, d.parameter, d.what, step) for d in agreed.differences])
 
     def _off(self, reason: str, built: Watch | None = None) -> Watch:
@@ -297,7 +295,7 @@ class Session:
         if self._teller is not None:
             self.guard.attempt("closing", self._teller.leave)
         level = logging.WARNING if self.rank == 0 else logging.DEBUG
-        logger.log(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
+        say(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
         return Watch(self.config, self.guard, reason=reason)
 
 

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from tpwatch._guard import Guard
+from tpwatch._guard import Guard, say
 from tpwatch.act import doubled
 from tpwatch.config import Config
 from tpwatch.diagnose import skipped_finding
@@ -29,8 +29,6 @@ from tpwatch.monitor import Monitor
 from tpwatch.parts import Scope
 from tpwatch.records import Finding, StepReport
 from tpwatch.stop import Stop
-
-logger = logging.getLogger("tpwatch")
 
 COLLECTIVE = frozenset({"entry", "exit", "values check"})
 """Calls that hold a collective: where one fails, this rank cannot know what its peers are waiting for."""
@@ -215,7 +213,7 @@ class Watch:
         """The host records its reduction into a CUDA graph, as on every rank: its replays call nothing here."""
         if self.enabled and self.monitor is not None:
             self._note("not watched: CUDA graph: the gradient finalizer is captured; nothing is compared from here on")
-            logger.warning("tpwatch: not watched: the gradient finalizer runs in a CUDA graph")
+            say(logging.WARNING, "tpwatch: not watched: the gradient finalizer runs in a CUDA graph")
             self.monitor.watching = False
 
     def notice(self, look: Callable[[], str]) -> None:
@@ -307,7 +305,7 @@ class Watch:
         timeout = min(AMID_TRAINING, self.config.handshake_timeout)
         outcome = self._guard.attempt(f"meeting for {what}", agree_to, what, who.rank, ranks, timeout)
         if outcome.value:
-            logger.info("tpwatch: no %s: %s", what, outcome.value)
+            say(logging.INFO, "tpwatch: no %s: %s", what, outcome.value)
         return outcome.value == ""
 
     def _note(self, text: str) -> None:
@@ -320,7 +318,7 @@ class Watch:
         monitor = self.monitor
         if not self._guard.attempt(what, act, monitor).ok and what in COLLECTIVE:
             monitor.watching = False
-            logger.warning("tpwatch: off on this rank after a failed collective: %s", self._guard.last_error)
+            say(logging.WARNING, "tpwatch: off on this rank after a failed collective: %s", self._guard.last_error)
 
     def _close(self, *, last_word: bool, wait: bool = False) -> None:
         """Let go of the host, close the log, and on rank 0 write the summary once the others have closed theirs."""
@@ -337,7 +335,7 @@ class Watch:
         if self.monitor is not None:
             self._guard.attempt("closing the lookout", self.monitor.close)
         for note in (self._guard.attempt("detach", self._seams.remove).value or ()) if self._seams else ():
-            logger.warning("tpwatch: %s", note)
+            say(logging.WARNING, "tpwatch: %s", note)
         if self._engine is None:
             return
         self._guard.attempt("closing", self._engine.close, self.last_step)

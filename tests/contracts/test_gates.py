@@ -99,6 +99,7 @@ def test_shape_of_a_small_package_passes(project: Path) -> None:
         ("try:\n    pass\nexcept Exception:  # noqa: BLE001\n    pass\n", "catches everything"),
         ("try:\n    pass\nexcept (OSError, BaseException):\n    pass\n", "catches everything"),
         ("try:\n    pass\nexcept:\n    pass\n", "catches everything"),
+        ("import logging\n\nlogger = logging.getLogger('tpwatch')\n", "logs by itself"),
         ("def f():\n    raise NotImplementedError('later')\n", "NotImplementedError"),
         (function_of(81), "long has 81 lines"),
         ("x = 1\n" * 351, "file has 351 lines"),

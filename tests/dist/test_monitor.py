@@ -325,12 +325,11 @@ def test_a_failed_diagnosis_takes_all_ranks_off_together() -> None:
 
 
 class Refusing(logging.Handler):
-    """A log handler of the host that chokes on findings."""
+    """A log handler of the host that chokes on everything."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Raise, as a handler should not."""
-        if "[TPW" in record.getMessage():
-            raise OSError(record.getMessage())
+        raise OSError(record.getMessage())
 
 
 def announcing(rank: int) -> tuple[list[tuple[str, str, int]], bool, str]:
@@ -350,8 +349,7 @@ def test_a_broken_log_handler_costs_the_line_not_the_run() -> None:
         results = run_ranks(2, announcing)
     finally:
         logger.removeHandler(handler)
-    assert [r[:2] for r in results] == [([("missing-reduce", "p0", 1)], True)] * 2
-    assert "announcing" in results[0][2]
+    assert results == [([("missing-reduce", "p0", 1)], True, "")] * 2
 
 
 def recording(rank: int) -> tuple[list[tuple[str, str, int]], int]:

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from tests.unit._samples import finding
-from tpwatch._guard import Guard, shield
+from tpwatch._guard import Guard, say, shield
 from tpwatch.errors import ReplicaFault
 
 
@@ -150,3 +150,24 @@ def test_shield_tells_a_result_from_an_error() -> None:
     ok, error = shield(fail, "no file")
     assert not ok
     assert isinstance(error, ValueError)
+
+
+class Refusing(logging.Handler):
+    """A log handler of the host that raises."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Raise, as a handler should not."""
+        raise OSError(record.getMessage())
+
+
+def test_a_log_handler_that_raises_raises_into_nobodys_training() -> None:
+    """The line is lost, and that is all."""
+    logger, handler = logging.getLogger("tpwatch"), Refusing()
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(OSError, match="said to it"):
+            logger.warning("said to it")
+        say(logging.WARNING, "said to %s", "it")
+        assert Guard(1).attempt("packing", fail).value is None
+    finally:
+        logger.removeHandler(handler)

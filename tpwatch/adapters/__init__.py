@@ -11,12 +11,11 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+from tpwatch._guard import say
 from tpwatch.errors import AdapterUnavailable
 
 if TYPE_CHECKING:
     from tpwatch.adapters.base import Adapter
-
-logger = logging.getLogger("tpwatch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +100,8 @@ def choose(name: str) -> Adapter | None:
             return cast("Adapter", importlib.import_module(support.module).ADAPTER())
         if name != "auto":
             raise AdapterUnavailable(name, version or "not installed", support.range, missing)
-        logger.debug(
+        say(
+            logging.DEBUG,
             "tpwatch: adapter %s not used: found %s %s",
             support.adapter,
             version or "nothing",

@@ -15,9 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from tpwatch._guard import say
 from tpwatch.export.rotation import PARTS_KEPT, event_file, next_number, part_file, thinned
-
-logger = logging.getLogger("tpwatch")
 
 DURABLE = frozenset({"finding", "abort", "end"})
 """Events that are forced to disk at once: what a crash in the next moment must not take along."""
@@ -104,7 +103,7 @@ class EventFile:
         """What is owed is kept, the rest is lost; that is logged when it begins, not for every line."""
         if not self._failing:
             why = error.strerror or str(error)
-            logger.warning("tpwatch: %s: %s. Events are lost until it can be written again.", self.path, why)
+            say(logging.WARNING, "tpwatch: %s: %s. Events are lost until it can be written again.", self.path, why)
         self._failing = True
         self._owed = [(event, line) for event, line in unwritten if event in OWED][:MOST_OWED]
         said = [event for event, _ in unwritten if event != CONFESSION]

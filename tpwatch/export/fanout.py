@@ -16,10 +16,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from tpwatch._guard import Guard
+from tpwatch._guard import Guard, say
 from tpwatch.export.sinks import Factory, Loss, Place, Sink
-
-logger = logging.getLogger("tpwatch")
 
 CAPACITY = 8192
 """Events that a sink may be behind; what comes on top is dropped."""
@@ -84,10 +82,19 @@ class _Lane:
         self._thread.join(max(0.0, patience))
         if self._thread.is_alive():
             left = len(self._queue)
-            logger.warning("tpwatch: sink %s has not finished and is left behind; %d events queued", self.name, left)
+            say(
+                logging.WARNING,
+                "tpwatch: sink %s has not finished and is left behind; %d events queued",
+                self.name,
+                left,
+            )
         if self.loss.errors or self.loss.dropped:
             lost = (self.name, self.loss.errors, self.loss.dropped)
-            logger.warning("tpwatch: sink %s failed %d times and dropped %d events; the event file has them all", *lost)
+            say(
+                logging.WARNING,
+                "tpwatch: sink %s failed %d times and dropped %d events; the event file has them all",
+                *lost,
+            )
 
     def _work(self, factory: Factory, place: Place) -> None:
         sink = self._guard.attempt("building it", factory, place).value
@@ -127,4 +134,11 @@ class _LaneGuard(Guard):
         key = f"{what}/{type(error).__name__}"
         if key not in self._logged:
             self._logged.add(key)
-            logger.warning("tpwatch: sink %s failed at %s: %s", self._name, what, self.last_error, exc_info=self.debug)
+            say(
+                logging.WARNING,
+                "tpwatch: sink %s failed at %s: %s",
+                self._name,
+                what,
+                self.last_error,
+                exc_info=self.debug,
+            )

@@ -17,12 +17,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from tpwatch._guard import say
 from tpwatch.config import Prometheus
 from tpwatch.export.catalog import Metric
 from tpwatch.export.sinks import Place, missing
 from tpwatch.export.snapshot import Exemplar, Family, Numbers, Sample
-
-logger = logging.getLogger("tpwatch")
 
 TEXTFILE_SECONDS = 5.0
 """The textfile is at most so old while checks come in."""
@@ -76,12 +75,12 @@ class PrometheusSink:
         try:
             port = self._listen()
         except OSError as error:
-            logger.warning("tpwatch: metrics of %s are not served: %s", self._place.group, error)
+            say(logging.WARNING, "tpwatch: metrics of %s are not served: %s", self._place.group, error)
             return
         scheme = "https" if self._knobs.tls_cert else "http"
         host = _reachable(self._knobs.address)
         self.url = f"{scheme}://{host}:{port}/metrics"
-        logger.info("tpwatch: metrics of %s at %s", self._place.group, self.url)
+        say(logging.INFO, "tpwatch: metrics of %s at %s", self._place.group, self.url)
         if self._knobs.file_sd:
             self._announce(Path(self._knobs.file_sd, f"{self._place.name}.json"), f"{host}:{port}", scheme)
 

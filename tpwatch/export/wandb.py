@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
+from tpwatch._guard import say
 from tpwatch.export.sinks import LEVELS, Place, missing
 from tpwatch.export.snapshot import number
 from tpwatch.records import SEVERITIES, Finding
-
-logger = logging.getLogger("tpwatch")
 
 STEP = "tpwatch/step"
 SCALARS = "tpwatch/scalar"
@@ -94,9 +93,9 @@ class WandbSink:
         rank = self._place.config.wandb.rank
         if self._run is None:
             text = "tpwatch: nothing went to Weights & Biases: no run was open in the process of rank %d (wandb.rank)"
-            logger.warning(text, rank)
+            say(logging.WARNING, text, rank)
         elif self._scalars_due or self._table_due or self._alerts:
-            logger.info("tpwatch: the run of Weights & Biases was finished first; the event file has the rest")
+            say(logging.INFO, "tpwatch: the run of Weights & Biases was finished first; the event file has the rest")
 
     # --------------------------------------------------------------------------------------- events
 
