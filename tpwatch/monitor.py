@@ -44,6 +44,7 @@ from tpwatch.presence import Presence
 from tpwatch.records import Evidence, Finding, StepReport
 from tpwatch.reduced import Reduced
 from tpwatch.resync import Resync
+from tpwatch.tally import tally
 
 Tensors = Sequence[torch.Tensor | None]
 P = ParamSpec("P")
@@ -264,8 +265,12 @@ class Monitor:
         outcome = self._observe(check, reduced, evidence)
         ended = self.parts.clock()
         check.seconds, check.diagnosing = check.seconds + ended - started, ended - judging
-        self._record(check, reduced, evidence, outcome)
+        check.step_seconds = self._step_seconds
+        self.last_report = tally(check, self.parts, reduced, evidence, outcome)
         self._act(check.at.step, outcome)
+        self.ledger.check(self.last_report)
+        if outcome.judged:
+            self.ledger.status(check.at.step, self.parts.diagnosis)
         if self._resync is not None:
             self._resync.mend(check.at.step, reduced.apart(), self.parts.diagnosis.findings)
         self._keep_pace(check, reduced)
@@ -322,24 +327,6 @@ class Monitor:
         for tell in self.listeners if outcome.new else ():
             self.guard.attempt("a listener", tell, outcome.new)
         self.stopping += act.must_stop(outcome.new, self.config)
-
-    # --------------------------------------------------------------------------------------- recording
-
-    def _record(self, check: Check, reduced: Reduced, evidence: Mapping[int, Evidence], outcome: Outcome) -> None:
-        exchange, spreads = self.parts.exchange, [e.param for e in evidence.values() if e.param]
-        sent, (ratio_lo, ratio_hi) = exchange.collectives - check.collectives_before, reduced.ratios()
-        self.last_report = StepReport(
-            step=check.at.step, call=check.at.call, new=outcome.new, active=len(self.parts.diagnosis.findings),
-            differing=reduced.differing(),
-            max_abs=max((s.max_abs for s in spreads), default=0.0),
-            max_rel=max((s.max_rel for s in spreads), default=0.0),
-            seconds=check.seconds, step_seconds=self._step_seconds, collectives=sent - check.deep,
-            deep_collectives=check.deep, bytes_exchanged=exchange.bytes - check.bytes_before, skipped=outcome.skipped,
-            phases=check.phases, ratio_lo=ratio_lo, ratio_hi=ratio_hi,
-        )  # fmt: skip
-        self.ledger.check(self.last_report)
-        if outcome.judged:
-            self.ledger.status(check.at.step, self.parts.diagnosis)
 
     def _keep_pace(self, check: Check, reduced: Reduced) -> None:
         """Stretch the interval if any rank says that checks are too slow: all read it from the same header."""

@@ -111,6 +111,8 @@ class Check:
     """Seconds of `seconds` spent on packing both sides."""
     diagnosing: float = 0.0
     """Seconds of `seconds` spent on the verdict."""
+    step_seconds: float = 0.0
+    """Since the step before ended, to set `seconds` in proportion to; 0 at the first step."""
     deep: int = 0
     collectives_before: int = 0
     bytes_before: int = 0

@@ -275,7 +275,7 @@ class StepReport:
     new: tuple[Finding, ...]
     """Findings confirmed or changed in severity at this check."""
     active: int
-    """Findings that hold at this check."""
+    """Findings that hold at this check: not those of parameters that have settled as healthy since."""
     differing: Mapping[str, int]
     """Replicas that are not bit-identical, per observation point."""
     max_abs: float
@@ -295,11 +295,13 @@ class StepReport:
     ratio_lo: float | None = None
     ratio_hi: float | None = None
     """Smallest and largest norm(post) / norm(pre) over all watched gradients; None if none was non-zero."""
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Confirmed faults that hold at this check (causes of warning or error), by `kind@point`."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values; new findings have events of their own and are left out."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "new"}
-        data["differing"], data["phases"] = dict(self.differing), dict(self.phases)
+        data |= {name: dict(data[name]) for name in ("differing", "phases", "faults")}
         return data
 
 

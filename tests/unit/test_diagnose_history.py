@@ -27,7 +27,7 @@ from tests.unit._builders import (
     watched,
 )
 from tpwatch.config import Config, Explain, Thresholds
-from tpwatch.diagnose import When
+from tpwatch.diagnose import When, skipped_finding, state_finding
 from tpwatch.diagnose.history import rising
 from tpwatch.diagnose.judges import SCALER_PATIENCE
 
@@ -410,3 +410,53 @@ def test_a_presence_that_heals_is_not_forgotten() -> None:
     run.steps(2, uneven)
     run.steps(3, HEALTHY)
     assert (run.only.kind, run.only.first_step, run.only.last_step) == ("grad-presence", 1, 2)
+
+
+# ----------------------------------------------------------------------------------------- what holds
+
+
+def holding(run: Run) -> list[str]:
+    """Kinds that hold after the last check."""
+    return [f.kind for f in run.diagnosis.holding]
+
+
+def test_a_fault_holds_until_its_parameter_has_settled_as_healthy() -> None:
+    """Not a check longer than `patience`; the finding itself stays for ever, and holds again when the fault is back."""
+    run = watched()
+    run.steps(4, SUM_OF_COPIES)
+    held = [holding(run)]
+    for picture in (*[HEALTHY] * 4, SUM_OF_COPIES, HEALTHY):
+        run.step(picture)
+        held.append(holding(run))
+    bad, good = ["double-reduce"], list[str]()
+    assert held == [bad, bad, bad, good, good, bad, bad]
+    assert [f.kind for f in run.findings] == bad
+
+
+@pytest.mark.parametrize("idle", [silent, outside])
+def test_a_step_that_shows_nothing_ends_nothing(idle: Any) -> None:
+    """No gradient, or none that this call handles: nobody has seen the fault go."""
+    run = watched()
+    run.steps(4, SUM_OF_COPIES)
+    run.steps(5, idle())
+    assert holding(run) == ["double-reduce"]
+
+
+def test_drift_holds_while_values_differ() -> None:
+    """A gradient that is reduced rightly again does not bring the copies together; writing one over the others does."""
+    run = watched()
+    run.steps(4, kept(partials()))
+    run.steps(6, summed(partials(), values=[VALUE, (*VALUE[:3], VALUE[3] + 1e-3)]))
+    assert holding(run) == ["missing-reduce"]
+    run.steps(4, summed(partials()))
+    assert holding(run) == []
+
+
+def test_what_is_seen_once_at_a_save_holds_for_good() -> None:
+    """Optimizer state is compared at saves only; a step without its finalizer is over at the next that has one."""
+    run = watched()
+    run.diagnosis.add(state_finding(run.diagnosis.plan, "p", ("exp_avg",), 1))
+    run.diagnosis.add(skipped_finding(run.diagnosis.plan, 1, 1))
+    assert sorted(holding(run)) == ["finalize-skipped", "optimizer-mismatch"]
+    run.steps(3, HEALTHY)
+    assert holding(run) == ["optimizer-mismatch"]

@@ -129,6 +129,23 @@ def test_a_fault_is_active_from_its_finding_on(run: Run) -> None:
     assert run.value("tpwatch_first_faulty_step", "drift") == 2
 
 
+def test_a_fault_that_is_over_is_active_no_more(run: Run) -> None:
+    """What holds is what the last check says: an alert resolves when all are healthy again, and may come back."""
+    run.finding(parameter="a", kind="drift", point="param")
+    run.finding(parameter="b", kind="drift", point="param")
+    run.check(6, faults={"drift@param": 2})
+    assert run.value("tpwatch_faulty_parameters", "drift", "param") == 2
+    run.check(7, faults={"drift@param": 1})
+    assert run.value("tpwatch_faulty_parameters", "drift", "param") == 1
+    assert run.value("tpwatch_drift_active", "drift") == 1
+    run.check(8)
+    assert run.value("tpwatch_faulty_parameters", "drift", "param") == 0
+    assert run.value("tpwatch_drift_active", "drift") == 0
+    run.check(9, faults={"drift@param": 1})
+    assert run.value("tpwatch_drift_active", "drift") == 1
+    assert run.value("tpwatch_findings_total", "drift", "param", "cause") == 2
+
+
 @pytest.mark.parametrize("harmless", [{"severity": "info"}, {"role": "consequence", "caused_by": "b"}])
 def test_what_is_no_fault_activates_nothing(run: Run, harmless: dict[str, Any]) -> None:
     """Rounding noise and consequences are counted as findings, not as faults."""

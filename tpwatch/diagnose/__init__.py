@@ -8,13 +8,13 @@ more evidence, and the same end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tpwatch.config import Config
 from tpwatch.diagnose import compare, findings, judges
 from tpwatch.diagnose.findings import layout_finding, presence_finding, skipped_finding, state_finding
 from tpwatch.diagnose.history import History
 from tpwatch.diagnose.judges import Case, Verdict
+from tpwatch.diagnose.outcome import Outcome, When
 from tpwatch.records import Evidence, Finding, RowObservation, Target, WatchPlan
 
 __all__ = [
@@ -26,32 +26,6 @@ __all__ = [
     "skipped_finding",
     "state_finding",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class When:
-    """Where in the run one check stands."""
-
-    step: int
-    call: int = 1
-    """Number of the finalizer call within the step; 0 for a comparison of values alone."""
-    update: int = 0
-    """The update that produced the values seen; 0 for the initial values."""
-    pristine: bool = False
-    """True if the optimizer has not stepped since attach."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one check changed."""
-
-    new: tuple[Finding, ...] = ()
-    """Findings confirmed, or worse than before, at this check."""
-    grown: tuple[Finding, ...] = ()
-    """Findings worth writing down again: their count or spread has doubled since they were last written."""
-    skipped: bool = False
-    judged: int = 0
-    """Rows that were looked at."""
 
 
 class Diagnosis:
@@ -305,6 +279,17 @@ class Diagnosis:
         return sorted(everything, key=lambda f: (f.role != "cause", f.first_step, f.parameter))
 
     @property
+    def holding(self) -> list[Finding]:
+        """Findings that hold: not those of parameters that have settled as healthy since, with equal values.
+
+        What is looked for at every step holds as long as it is seen; of anything else nobody has seen the end.
+        """
+        last = max(self._checked.values(), default=0)
+        seen = [f for f in self._others if f.kind not in _SEEN_AT_EVERY_STEP or f.last_step >= last]
+        open_ones = frozenset[int]().union(*self._unsettled.values())
+        return [*seen, *(finding for index, finding in self._roots.items() if index in open_ones)]
+
+    @property
     def not_exercised(self) -> tuple[str, ...]:
         """Parameters whose gradient was never seen non-zero.
 
@@ -321,6 +306,7 @@ class Diagnosis:
 
 
 _BORDERLINE = 3
+_SEEN_AT_EVERY_STEP = frozenset({"finalize-skipped", "replica-layout"})
 _GATHERED = frozenset({"unreduced", "changed", "apart", "written"})
 
 

@@ -69,7 +69,7 @@ UNVERIFIED = Metric(
 
 CHECKS = Metric(
     "tpwatch_checks_total", "counter", "", ("group", "result"),
-    "Checks by result: clean (no finding so far), findings, skipped (a loss scaler skipped the step).",
+    "Checks by result: clean (no finding holds), findings, skipped (a loss scaler skipped the step).",
 )  # fmt: skip
 LAST_STEP = Metric("tpwatch_last_check_step", "gauge", "", ("group",), "Training step of the last check.")
 LAST_TIME = Metric(
@@ -89,11 +89,11 @@ BYTES = Metric(
 
 DRIFT_ACTIVE = Metric(
     "tpwatch_drift_active", "gauge", "", ("group", "kind"),
-    "1 once a fault of this kind is confirmed (a cause of warning or error): replicas or their gradients went wrong.",
+    "1 while a confirmed fault of this kind (a cause of warning or error) holds; 0 once its parameters are healthy.",
 )  # fmt: skip
 FAULTY = Metric(
     "tpwatch_faulty_parameters", "gauge", "", ("group", "kind", "point"),
-    "Parameters with a confirmed fault of this kind, by the observation point that gave it away.",
+    "Parameters with a confirmed fault of this kind that holds, by the observation point that gave it away.",
 )  # fmt: skip
 FINDINGS = Metric(
     "tpwatch_findings_total", "counter", "", ("group", "kind", "point", "role"),

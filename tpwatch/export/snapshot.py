@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,6 +136,8 @@ class Numbers:
         self._series = {metric.name: Series(metric) for metric in catalog.METRICS}
         self._counted: dict[tuple[str, str], bool] = {}
         """Findings met so far, and whether they made the run faulty."""
+        self._faulty: dict[str, int] = {}
+        """Parameters with a confirmed fault that holds, by `kind@point`."""
         self._first: dict[str, int] = {}
         self._fold: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
             "start": self._start,
@@ -203,6 +206,18 @@ class Numbers:
         for point, count in event["differing"].items():
             self._set(catalog.DIFFERING, count, point)
         self._spread(event)
+        self._hold(event["faults"])
+
+    def _hold(self, faulty: Mapping[str, int]) -> None:
+        """What holds now, by kind and point; what has held goes back to zero, so that alerts resolve."""
+        self._faulty = dict.fromkeys(self._faulty, 0) | dict(faulty)
+        kinds: Counter[str] = Counter()
+        for label, count in self._faulty.items():
+            kind, point = label.split("@", 1)
+            self._set(catalog.FAULTY, count, kind, point)
+            kinds[kind] += count
+        for kind, count in kinds.items():
+            self._set(catalog.DRIFT_ACTIVE, float(count > 0), kind)
 
     def _spread(self, event: Mapping[str, Any]) -> None:
         """What was not measured at this check keeps its value: most checks gather nothing."""
@@ -222,8 +237,8 @@ class Numbers:
             exemplar = Exemplar(_exemplar_labels(finding), 1.0, event["time"])
             self._of(catalog.FINDINGS).add(1.0, *labels, exemplar=exemplar)
         if finding.counts and not counted:
-            self._of(catalog.FAULTY).add(1.0, self._group, finding.kind, finding.point)
-            self._set(catalog.DRIFT_ACTIVE, 1.0, finding.kind)
+            label = f"{finding.kind}@{finding.point}"
+            self._hold({**self._faulty, label: self._faulty.get(label, 0) + 1})
             first = min(finding.first_step, self._first.get(finding.kind, finding.first_step))
             self._first[finding.kind] = first
             self._set(catalog.FIRST_STEP, first, finding.kind)

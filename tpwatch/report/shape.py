@@ -178,6 +178,7 @@ _CHECK: Mapping[str, Fits] = {
     "phases": _mapping(_moment),
     "ratio_lo": _amount,
     "ratio_hi": _amount,
+    "faults": _mapping(_whole),
 }
 
 _START: Mapping[str, Fits] = {
