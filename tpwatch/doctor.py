@@ -88,8 +88,10 @@ def _fingerprints() -> Iterator[Fact]:
     from tpwatch.fingerprint import availability, choose
 
     for device in result:
-        chosen = choose(device)
-        yield Fact("fingerprints", f"{device}: auto", chosen.name, chosen.reason)
+        works, chosen = shield(choose, device)
+        yield Fact(
+            "fingerprints", f"{device}: auto", *((chosen.name, chosen.reason) if works else ("none", str(chosen)))
+        )
         for name, usable, why in availability(device):
             yield Fact("fingerprints", f"{device}: {name}", "usable" if usable else "no", why)
 

@@ -85,6 +85,52 @@ def test_another_scope_is_seen() -> None:
     assert present == [1.0, OUTSIDE, 1.0]
 
 
+def test_scopes_that_alternate_are_looked_at_once() -> None:
+    """The chunks of a virtual pipeline take turns; each has its look from the first round on."""
+    kept = source(parameter())
+    scopes = (WHOLE, frozenset({1}), frozenset({0, 1}))
+    first, second = ([kept.look(scope) for scope in scopes] for _ in range(2))
+    assert all(a is b for a, b in zip(first, second, strict=True))
+
+
+def test_a_parameter_that_is_frozen_now_and_then_is_looked_at_once_each_way() -> None:
+    """Freezing and thawing in turn makes no new looks."""
+    watched = parameter()
+    kept = source(watched)
+    looks = []
+    for trainable in (True, False, True, False):
+        watched.requires_grad_(trainable)
+        looks.append(kept.look(WHOLE))
+    assert looks[0] is looks[2]
+    assert looks[1] is looks[3]
+
+
+def test_looks_are_few_and_let_old_buffers_go() -> None:
+    """However many scopes there are, few are kept, and none of them outlives the gradients it was made from."""
+    watched = parameter()
+    kept = source(watched)
+    for chunk in range(1, 30):
+        kept.look(frozenset({0, chunk}))
+    assert len(kept._looks) <= 8
+    old = weakref.ref(watched.main_grad)
+    watched.main_grad = torch.ones(4)
+    kept.look(WHOLE)
+    gc.collect()
+    assert old() is None
+
+
+def test_a_buffer_that_is_taken_away_is_let_go() -> None:
+    """Once DDP's attribute is gone, nothing here holds what it named."""
+    watched = parameter()
+    kept = source(watched)
+    kept.look(WHOLE)
+    old = weakref.ref(watched.main_grad)
+    del watched.main_grad
+    kept.look(WHOLE)
+    gc.collect()
+    assert old() is None
+
+
 def test_a_plain_gradient_is_read_anew_and_let_go() -> None:
     """Outside DDP every step makes a new `.grad`; the old one must be free to go."""
     watched = parameter(main_grad=False)

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -39,6 +40,27 @@ def test_every_fingerprint_is_listed_with_why_or_why_not() -> None:
     found = facts("fingerprints")
     assert found["cpu: reference"].value == "usable"
     assert all(fact.why for fact in found.values())
+
+
+def test_a_fingerprint_that_does_not_work_is_told_and_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled kernel fails at its first row: the next one is used, and both lines say why."""
+    from tpwatch.fingerprint.native import NativeFingerprinter
+
+    failure = RuntimeError("illegal instruction")
+    monkeypatch.setattr(NativeFingerprinter, "rows", Mock(side_effect=failure))
+    found = facts("fingerprints")
+    assert found["cpu: auto"].value == "packed"
+    assert "not native: RuntimeError: illegal instruction" in found["cpu: auto"].why
+    assert (found["cpu: native"].value, found["cpu: native"].why) == ("no", "RuntimeError: illegal instruction")
+
+
+def test_a_device_on_which_nothing_works_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that torch knows and cannot use; the other sections stand."""
+    monkeypatch.setattr("tpwatch.doctor._devices", lambda: ["cpu", "meta"])
+    found = facts("fingerprints")
+    assert found["meta: auto"].value == "none"
+    assert "not packed: " in found["meta: auto"].why
+    assert found["cpu: auto"].value != "none"
 
 
 @pytest.mark.megatron

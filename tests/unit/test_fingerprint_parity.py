@@ -136,6 +136,9 @@ def of_awkward_layout(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     yield x[:4096].view(4, 8, 16, 8).permute(3, 1, 0, 2)
     yield x[:1].expand(2048)
     yield x[11].reshape(())
+    yield x[7:9][::2]  # one element, whose stride is not 1
+    yield torch._neg_view(x)
+    yield torch._neg_view(x.view(60, 100).t())
     yield torch.randn(300, 400, generator=generator()).to(dtype).t()
     yield x.requires_grad_()
 
@@ -144,18 +147,25 @@ def raw(dtype: torch.dtype) -> Iterator[torch.Tensor]:
     """Types that are hashed only."""
     for size in (0, 1, 7, 100, 4097, CHUNK + 3):
         x = torch.randn(size, generator=generator()) * 5
-        yield (x > 0) if dtype is torch.bool else x.to(dtype)
+        yield x.to(torch.uint8).view(dtype) if dtype in PACKED_DTYPES else x.to(dtype)
+    yield (torch.arange(100) > 50).to(torch.uint8).repeat_interleave(dtype.itemsize).view(dtype).view(4, 25).t()
 
+
+_NAMES = (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bits8", "float4_e2m1fn_x2")
+PACKED_DTYPES = tuple(getattr(torch, name) for name in _NAMES if hasattr(torch, name))
+"""Formats that torch keeps bytes in and can do little else with, as far as this version has them."""
 
 RAW_DTYPES = (
     torch.bool,
     torch.uint8,
     torch.int8,
     torch.int16,
+    torch.uint16,
     torch.int32,
     torch.int64,
     torch.float8_e4m3fn,
     torch.float8_e5m2,
+    *PACKED_DTYPES,
 )
 
 
@@ -234,6 +244,18 @@ def test_rows_do_not_depend_on_company_or_alignment(fingerprinter: Fingerprinter
     together = rows_of(fingerprinter, [torch.ones(5), shifted, None, x, x.half()])
     assert torch.equal(together[1], alone)
     assert torch.equal(together[3], alone)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30, 1e-30])
+@pytest.mark.parametrize("size", [100, 5000])
+def test_rows_do_not_depend_on_values_that_need_another_pass(
+    fingerprinter: Fingerprinter, value: float, size: int
+) -> None:
+    """What must be summed with more care does not change the rows beside it, to the last bit."""
+    x = torch.randn(size, generator=generator())
+    awkward = torch.full((100,), value)
+    alone = rows_of(fingerprinter, [x])[0]
+    assert torch.equal(rows_of(fingerprinter, [awkward, x, awkward, torch.ones(3000)])[1], alone)
 
 
 def test_subnormals_count_under_flush_to_zero() -> None:

@@ -53,6 +53,18 @@ def transposed(tensors: list[torch.Tensor | None]) -> None:
     tensors[0].data = tensors[0].t()
 
 
+def reshaped(tensors: list[torch.Tensor | None]) -> None:
+    """A strided tensor gets another shape of the same size."""
+    tensors[1] = torch.randn(21, 3).t()
+
+
+def negated(tensors: list[torch.Tensor | None]) -> None:
+    """The same bytes in the same order, to be read with the opposite sign."""
+    parameter = tensors[0]
+    if parameter is not None:
+        tensors[0] = torch._neg_view(parameter)
+
+
 def retyped(tensors: list[torch.Tensor | None]) -> None:
     """The same bytes become integers."""
     parameter = tensors[0]
@@ -70,7 +82,7 @@ def fewer(tensors: list[torch.Tensor | None]) -> None:
     del tensors[1]
 
 
-CHANGES = (changed_in_place, moved, resized, transposed, retyped, disappeared, fewer)
+CHANGES = (changed_in_place, moved, resized, transposed, reshaped, negated, retyped, disappeared, fewer)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -123,10 +135,39 @@ def test_the_pointer_table_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_packed_buffer_is_bounded() -> None:
-    """However large the tensors, the shared buffer of the torch fallback stays at a few MB."""
+    """However large the tensors, the shared buffer of the torch fallback stays at a MB."""
     fingerprinter = PackedFingerprinter("cpu", "test")
     rows_of(fingerprinter, [torch.zeros(3_000_000), *(torch.zeros(10) for _ in range(3000))])
-    assert fingerprinter._buffer.numel() == 4 << 20
+    assert fingerprinter._buffer.numel() == 1 << 20
+
+
+def test_lists_that_alternate_keep_their_plans(fingerprinter: Fingerprinter, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunks of a virtual pipeline, one after the other into the same buffer: after one round nothing is built."""
+    plans = fingerprinter._plans
+    built: list[int] = []
+    build = plans._build
+    monkeypatch.setattr(plans, "_build", lambda tensors: built.append(1) or build(tensors))
+    whole = model() + model()
+    lists = [whole, [*whole[:4], *[None] * 4], [*[None] * 4, *whole[4:]]]
+    out = torch.empty(len(whole), ROW, dtype=torch.float64)
+    for _ in range(4):
+        for tensors in lists:
+            changed_in_place(tensors)
+            assert disagreements(tensors, rows_of(fingerprinter, tensors, out)) == []
+    assert len(built) == len(lists)
+
+
+def test_of_many_lists_those_used_last_are_kept(fingerprinter: Fingerprinter) -> None:
+    """A presence that never repeats makes the plans neither grow without bound nor lose the one in steady use."""
+    tensors: list[torch.Tensor | None] = [torch.ones(3) for _ in range(40)]
+    out = torch.empty(len(tensors), ROW, dtype=torch.float64)
+    rows_of(fingerprinter, tensors, out)
+    (steady,) = fingerprinter._plans._kept
+    for absent in range(40):
+        rows_of(fingerprinter, [*tensors[:absent], None, *tensors[absent + 1 :]], out)
+        rows_of(fingerprinter, tensors, out)
+        assert fingerprinter._plans._kept[-1] is steady
+    assert len(fingerprinter._plans._kept) == 8
 
 
 def test_plans_of_many_buffers_are_forgotten() -> None:

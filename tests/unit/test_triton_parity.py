@@ -64,6 +64,30 @@ print(len(tensors), [])
 """
 )
 
+FREED = (
+    COMPARE
+    + """
+from tpwatch.errors import UnreadableTensor
+
+x = torch.randn(3000, generator=cases.generator())
+tensors = [torch.ones(3), x[1000:], x[4:2000].view(4, -1).t()]
+out = torch.full((len(tensors), ROW), torch.nan, dtype=torch.float64)
+refused = []
+for _ in range(2):
+    assert disagreements(tensors, rows_of(fingerprinter, tensors, out)) == []
+    x.untyped_storage().resize_(0)
+    for gone in (tensors, tensors, [torch.ones(3, device="meta")]):
+        try:
+            rows_of(fingerprinter, gone, out[: len(gone)])
+        except UnreadableTensor as error:
+            refused.append(error)
+    x.untyped_storage().resize_(12000)
+    x.normal_()
+assert disagreements(tensors, rows_of(fingerprinter, tensors, out)) == []
+print(len(refused), [] if len(refused) == 6 else refused)
+"""
+)
+
 MANY_CHUNKS = (
     COMPARE
     + """
@@ -90,9 +114,9 @@ def test_values_agree_with_the_reference(tensors: str, dtype: str) -> None:
     assert found.strip() == "[]"
 
 
-@pytest.mark.parametrize("code", [RAW, MIXED, MANY_CHUNKS], ids=["raw", "mixed", "many chunks"])
+@pytest.mark.parametrize("code", [RAW, MIXED, FREED, MANY_CHUNKS], ids=["raw", "mixed", "freed", "many chunks"])
 def test_lists_agree_with_the_reference(code: str) -> None:
-    """Raw types, mixed lists with a strided head and changing storages, and more chunks than one fold takes."""
+    """Raw types, mixed lists with a strided head and changing storages, freed ones, more chunks than one fold takes."""
     count, found = interpreted(code)
     assert int(count) >= 3
     assert found.strip() == "[]"

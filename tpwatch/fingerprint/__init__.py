@@ -9,23 +9,36 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from tpwatch._guard import shield
 from tpwatch.errors import FingerprintUnavailable
+from tpwatch.fingerprint.layout import COLUMNS, HEAD, ROW
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import ModuleType
 
     import torch
 
 __all__ = ["Fingerprinter", "availability", "choose"]
 
 _IMPLEMENTATIONS: Final = {
-    "triton": ("triton_launch", "TritonFingerprinter"),
-    "native": ("native", "NativeFingerprinter"),
-    "packed": ("packed", "PackedFingerprinter"),
-    "reference": ("reference", "ReferenceFingerprinter"),
+    "triton": ("triton_launch", "TritonFingerprinter", "cuda"),
+    "native": ("native", "NativeFingerprinter", "cpu"),
+    "packed": ("packed", "PackedFingerprinter", ""),
+    "reference": ("reference", "ReferenceFingerprinter", ""),
 }
-"""Name -> (module, class), fastest first. Every module has ``check(device) -> (usable, why)``."""
+"""Name -> (module, class, the only kind of device it is for), fastest first.
+
+Every module has ``check() -> (usable, why)``; it is not imported where its device is not asked for.
+"""
+
+_TOLD: Final = 300
+"""Characters of a failure that stand in a reason: a compiler tells whole files."""
+
+_KNOWN: Final = slice(COLUMNS.index("l2"), COLUMNS.index("zeros") + 1)
+
+
+class _Unfit(Exception):
+    """An implementation says itself that it cannot serve."""
 
 
 class Fingerprinter(Protocol):
@@ -60,17 +73,27 @@ class Fingerprinter(Protocol):
             out: float64 (len(tensors), ROW), contiguous, same device.
             head: float64 (len(tensors), HEAD) with inner stride 1 and any outer stride; gets a copy
                 of the first HEAD columns.
+
+        Raises:
+            UnreadableTensor: a storage was freed, is too small, or lies on another device. What `out` holds then means
+                nothing.
         """
         ...
 
 
 def availability(device: torch.device | str) -> tuple[tuple[str, bool, str], ...]:
-    """Return (name, usable on `device`, why or why not) of every implementation, fastest first."""
-    return tuple((name, *_check(name, device)) for name in _IMPLEMENTATIONS)
+    """Return (name, usable on `device`, why or why not) of every implementation, fastest first.
+
+    Each one is tried, so that usable means: it has computed a row.
+    """
+    tried = ((name, *_try(name, device)) for name in _IMPLEMENTATIONS)
+    return tuple((name, made is not None, why) for name, made, why in tried)
 
 
 def choose(device: torch.device | str, prefer: str = "auto") -> Fingerprinter:
-    """Return the fastest implementation usable on `device`, or exactly the one preferred.
+    """Return the fastest implementation that works on `device`, or exactly the one preferred.
+
+    It has computed a first row: what is compiled at the first call is compiled here.
 
     Args:
         device: where the tensors live.
@@ -80,36 +103,59 @@ def choose(device: torch.device | str, prefer: str = "auto") -> Fingerprinter:
         FingerprintUnavailable: the preferred implementation is unknown or cannot run here.
     """
     if prefer != "auto":
-        return _build(prefer, device, "requested by name")
+        made, why = _try(prefer, device, "requested by name")
+        if made is None:
+            raise FingerprintUnavailable(name=prefer, reason=why)
+        return made
     skipped: list[str] = []
     for name in _IMPLEMENTATIONS:
-        usable, why = _check(name, device)
-        if usable:
-            return _build(name, device, "; ".join([why, *skipped]))
+        made, why = _try(name, device, *skipped)
+        if made is not None:
+            return made
         skipped.append(f"not {name}: {why}")
     raise FingerprintUnavailable(name="auto", reason="; ".join(skipped))
 
 
-def _build(name: str, device: torch.device | str, reason: str) -> Fingerprinter:
-    """Construct the implementation `name`, which must be usable."""
-    usable, why = _check(name, device)
-    if not usable:
-        raise FingerprintUnavailable(name=name, reason=why)
-    module, cls = _IMPLEMENTATIONS[name]
-    return cast("Fingerprinter", getattr(_load(module), cls)(device, reason))
+def _try(name: str, device: torch.device | str, *also: str) -> tuple[Fingerprinter | None, str]:
+    """The implementation `name`, if it works on `device`, and why, or why not; `also` belongs to the reason.
 
-
-def _check(name: str, device: torch.device | str) -> tuple[bool, str]:
-    """Return whether `name` can run on `device`, and why or why not."""
+    Whatever an optional package or a compiler makes of its own failure, it is a reason to use the next implementation.
+    """
     if name not in _IMPLEMENTATIONS:
-        return False, f"unknown implementation; there are {', '.join(_IMPLEMENTATIONS)}"
-    try:
-        module = _load(_IMPLEMENTATIONS[name][0])
-    except ImportError as error:
-        return False, str(error)
-    return cast("tuple[bool, str]", module.check(device))
+        return None, f"unknown implementation; there are {', '.join(_IMPLEMENTATIONS)}"
+    works, result = shield(_make, name, device, also)
+    if works:
+        return result, result.reason
+    told = " ".join(str(result).split())[:_TOLD]
+    return None, told if isinstance(result, _Unfit | ImportError) else f"{type(result).__name__}: {told}"
 
 
-def _load(module: str) -> ModuleType:
-    """Import one implementation; late, because torch and triton are optional to the package."""
-    return importlib.import_module(f"tpwatch.fingerprint.{module}")
+def _make(name: str, device: torch.device | str, also: tuple[str, ...]) -> Fingerprinter:
+    """Construct the implementation `name` and let it compute a row.
+
+    Raises:
+        _Unfit: it is not made for this device, or computes something else.
+    """
+    module_name, cls, kind = _IMPLEMENTATIONS[name]
+    if kind not in ("", str(device).partition(":")[0]):
+        elsewhere = f"runs on {kind} only"
+        raise _Unfit(elsewhere)
+    module = importlib.import_module(f"tpwatch.fingerprint.{module_name}")
+    usable, why = module.check()
+    if not usable:
+        raise _Unfit(why)
+    made = cast("Fingerprinter", getattr(module, cls)(device, "; ".join([why, *also])))
+    _run(made, device)
+    return made
+
+
+def _run(fingerprinter: Fingerprinter, device: torch.device | str) -> None:
+    """Compute rows of the usual dtypes, as a check does, and wait for them."""
+    import torch
+
+    small = torch.tensor([3.0, -4.0], device=device)
+    rows = torch.zeros(2, ROW, dtype=torch.float64, device=device)
+    fingerprinter.rows([small, small.bfloat16()], rows, torch.zeros_like(rows)[:, :HEAD])
+    if rows[:, _KNOWN].tolist() != [[25.0, 4.0, 0.0, 0.0]] * 2:
+        wrong = "its row of a known tensor is wrong"
+        raise _Unfit(wrong)

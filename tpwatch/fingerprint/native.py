@@ -4,7 +4,7 @@ Knows: how `_native.c` wants its keys and its pointer table. Must not know: the 
 
 The steady path allocates nothing but short Python lists: the pointer table and the buffers for
 strided tensors are kept, and every call compares addresses, sizes, dtypes and contiguity with
-those the table was built from.
+those the table was built from. Only addresses that changed are asked again for the memory behind them.
 """
 
 from __future__ import annotations
@@ -39,10 +39,8 @@ _KIND_NONE: Final = 0
 _KIND_BYTES: Final = 1
 
 
-def check(device: torch.device | str) -> tuple[bool, str]:
-    """Return (usable, why): a compiled extension, and tensors in host memory."""
-    if torch.device(device).type != "cpu":
-        return False, "the compiled kernel reads host memory"
+def check() -> tuple[bool, str]:
+    """Return (usable, why): it was compiled, or else this module could not be imported."""
     return True, f"compiled CPU kernel, vector unit {_native.units()[0][1]}"
 
 
@@ -89,6 +87,11 @@ def _make_plan(tensors: Tensors) -> _Plan:
     return _Plan(table, Staging(tensors, lies_in_order))
 
 
+def _point(plan: _Plan, found: list[int]) -> None:
+    """Enter the addresses."""
+    plan.table[:, 0] = torch.tensor(plan.staging.places(found), dtype=torch.int64)
+
+
 class NativeFingerprinter:
     """Fingerprints by `_native.c`."""
 
@@ -111,15 +114,14 @@ class NativeFingerprinter:
             raise FingerprintUnavailable(name="native", reason=reason)
         self.reason = reason
         self._unit = units[unit] if unit else _native.units()[0][0]
-        self._keys = pack_tables(make_tables(device))
-        self._plans: Plans[_Plan] = Plans()
+        tables = make_tables(device)
+        self._keys = pack_tables(tables)
+        self._plans: Plans[_Plan] = Plans(tables.device, _make_plan, _point)
 
     def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`."""
-        plan = self._plans.get(out, extents(tensors), lambda: _make_plan(tensors))
-        places = plan.staging.refresh(tensors, addresses(tensors))
-        if places is not None:
-            plan.table[:, 0] = torch.tensor(places, dtype=torch.int64)
+        plan = self._plans.get(out, tensors, extents(tensors), addresses(tensors))
+        plan.staging.fill(tensors)
         _native.rows(
             self._unit,
             self._keys.data_ptr(),

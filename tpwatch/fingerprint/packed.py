@@ -4,10 +4,11 @@ Knows: how to lay many tensors of one dtype side by side in one buffer, so that 
 torch calls serves a batch. Must not know: the keys' origin, or who needs the rows.
 
 Tensors are cut into chunks; each piece starts at a whole row and a whole block of 1,024 elements
-of a zeroed buffer of a few MB that every batch shares. Integer columns equal the reference bit for
-bit. Squares and sketch sums are taken in float32 after division by the largest magnitude of their
-block (float64 for float64), so they neither overflow nor vanish; |l2 - exact| <= 2**-20 exact.
-Every reduction has a fixed order. Nothing waits for the device.
+of a zeroed buffer of a MB or a few that every batch shares. Integer columns equal the reference bit for
+bit. Squares and sketch sums are taken in float32: |l2 - exact| <= 2**-16 exact. A block whose squares overflow or
+vanish, or that holds a non-finite element, is divided by its largest magnitude first; so is every block of float64,
+which is summed in float64, and every one on another device than the CPU, where looking first would make the host wait.
+Every reduction has a fixed order.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Final
 
 import torch
 
@@ -38,9 +40,13 @@ from tpwatch.fingerprint.pieces import (
     hashed_rows,
     used_bytes,
 )
-from tpwatch.fingerprint.plans import Plans, Tensors, shapes
+from tpwatch.fingerprint.plans import Plans, Tensors, addresses, copyable, shapes
 from tpwatch.fingerprint.reference import VALUE_DTYPES, flat
 from tpwatch.fingerprint.tables import make_tables
+
+_LARGEST_NORM: Final = 2.0**63
+_SMALLEST_NORM: Final = 2.0**-45
+"""Between them the square of a norm, and the squares that matter to it, are ordinary float32 numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,7 @@ class _Batch:
         blocks: int64 (pieces,): blocks of 1,024 elements in each piece.
         block_row: int64 (blocks,): number of each block inside its chunk.
         chunk: int64 (pieces,): chunk of each piece.
+        each: blocks of each piece if all have as many, else 0.
     """
 
     dtype: torch.dtype
@@ -72,6 +79,7 @@ class _Batch:
     blocks: torch.Tensor
     block_row: torch.Tensor
     chunk: torch.Tensor
+    each: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +107,9 @@ class _Plan:
     rho: torch.Tensor
 
 
-def check(device: torch.device | str) -> tuple[bool, str]:
+def check() -> tuple[bool, str]:
     """Return (usable, why): plain torch runs wherever torch does."""
-    return True, f"batched torch operations on {torch.device(device)}"
+    return True, "batched torch operations"
 
 
 class PackedFingerprinter:
@@ -117,13 +125,13 @@ class PackedFingerprinter:
         self._high_keys = self._tables.v1 - (self._tables.v0 << 32)
         self._row_bias = self._tables.v1.sum() << 31
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._plans: Plans[_Plan] = Plans()
+        self._plans: Plans[_Plan] = Plans(self._tables.device, self._make_plan)
 
     @torch.no_grad()
     def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`."""
-        real = [_as_real(t) for t in tensors]
-        plan = self._plans.get(out, shapes(real), lambda: self._make_plan(real))
+        plan = self._plans.get(out, tensors, shapes(tensors), addresses(tensors))
+        real = [_as_copied(t) for t in tensors]
         for batch in plan.batches:
             self._fill(batch, real)
             pieces = slice(batch.first, batch.first + len(batch.pieces))
@@ -152,7 +160,8 @@ class PackedFingerprinter:
 
     def _make_plan(self, tensors: Tensors) -> _Plan:
         """Cut the tensors into pieces, the pieces into batches, and make room for the results."""
-        drafts = list(batches_of(tensors))
+        tensors = [_as_copied(t) for t in tensors]
+        drafts = list(batches_of(tensors, self._tables.device))
         room = max((used_bytes(dtype, pieces) for dtype, pieces in drafts), default=0)
         if room > self._buffer.numel():
             # Plans made before keep their own views of the smaller buffer alive.
@@ -217,14 +226,15 @@ class PackedFingerprinter:
             blocks.to(device),
             count_up(blocks).to(device),
             chunk.to(device),
+            int(blocks[0]) if bool((blocks == blocks[0]).all()) else 0,
         )
 
 
-def _as_real(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A complex tensor as pairs of reals; anything else as it is."""
-    if tensor is None or not tensor.is_complex():
-        return tensor
-    return torch.view_as_real(tensor.resolve_conj())
+def _as_copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A complex tensor as pairs of reals, raw bytes as integers."""
+    if tensor is None:
+        return None
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else copyable(tensor)
 
 
 def _slot(elements: torch.Tensor, piece: Piece, tensor: torch.Tensor | None) -> torch.Tensor:
@@ -256,27 +266,67 @@ def _dot(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 def _statistics(batch: _Batch, signs: torch.Tensor, rho: torch.Tensor, parts: torch.Tensor) -> None:
     """Write the columns behind the hash of every piece of one batch: `parts` (pieces, ROW - 2)."""
-    wide = torch.float64 if batch.dtype == torch.float64 else torch.float32
-    raw = batch.used.view(batch.dtype).view(-1, BLOCK).to(wide)
+    blocks = _columns(batch, signs)
+    sums = _segments("sum", blocks, batch.blocks)
+    parts[:, 0], parts[:, 2] = sums[:, 0], sums[:, 2]
+    parts[:, 1] = _segments("max", blocks[:, 1:2], batch.blocks)[:, 0]
+    parts[:, 3] = batch.sizes - sums[:, 3]
+    fine = sums[:, 4:].view(-1, 2, 1, FINE)
+    folds = rho[batch.chunk].view(-1, FINE, 2, SKETCH // 2).transpose(1, 2)
+    parts[:, 4:] = (fine @ folds).view(-1, SKETCH)
+
+
+def _columns(batch: _Batch, signs: torch.Tensor) -> torch.Tensor:
+    """Per block: l2, absmax, nonfinite, nonzero, and both sets of fine sums: float64 (blocks, 4 + 2 * FINE).
+
+    On a CPU a look at the sums decides whether they can be trusted, block by block, so that a row does not depend on
+    what shares its batch; elsewhere the host would have to wait for the answer.
+    """
+    raw = batch.used.view(batch.dtype).view(-1, BLOCK)
+    if raw.device.type != "cpu" or raw.dtype == torch.float64:
+        return _scaled(batch, raw, signs)
+    blocks, trusted = _unscaled(batch, raw.to(torch.float32), signs)
+    if not bool(trusted.all()):
+        blocks = torch.where(trusted[:, None], blocks, _scaled(batch, raw, signs))
+    return blocks
+
+
+def _unscaled(batch: _Batch, x: torch.Tensor, signs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The columns if no square overflows or vanishes and all is finite, and for which blocks that holds."""
+    norm = torch.linalg.vector_norm(x, 2, 1)
+    absmax = torch.maximum(x.amax(1), -x.amin(1))
+    trusted = (norm < _LARGEST_NORM) & ((norm > _SMALLEST_NORM) | (absmax == 0))
+    nonzero = torch.ne(x, 0, out=torch.empty_like(x)).sum(1)
+    l2 = norm.to(torch.float64).square()
+    columns = torch.stack((l2, absmax, torch.zeros_like(l2), nonzero), 1)
+    return torch.cat((columns, *_fine_sums(_signed(batch, x, signs))), 1), trusted
+
+
+def _scaled(batch: _Batch, raw: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """The columns whatever the elements are. Overwrites `raw`."""
+    raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
     nonzero = torch.count_nonzero(raw, 1)
     nonfinite = torch.count_nonzero(raw - raw, 1)  # x - x is NaN, which counts, or zero
     x = raw.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-    absmax = x.abs().amax(1, keepdim=True)
-    scale = torch.where(absmax > 0, absmax, 1.0)
+    absmax = x.abs().amax(1)
+    scale = torch.where(absmax > 0, absmax, 1.0)[:, None]
     x /= scale
     scale = scale.to(torch.float64)
     l2 = x.square().sum(1, dtype=torch.float64) * scale[:, 0].square()
-    x *= signs[batch.block_row]
-    first_set = x.view(-1, GROUP, FINE).sum(1) * scale
-    second_set = x.view(-1, FINE, GROUP).sum(2) * scale
-    columns = torch.stack((l2, nonfinite.double(), nonzero.double()), 1)
-    sums = _segments("sum", torch.cat((columns, first_set, second_set), 1), batch.blocks)
-    parts[:, 0], parts[:, 2] = sums[:, 0], sums[:, 1]
-    parts[:, 1] = _segments("max", absmax.to(torch.float64), batch.blocks)[:, 0]
-    parts[:, 3] = batch.sizes - sums[:, 2]
-    fine = sums[:, 3:].view(-1, 2, 1, FINE)
-    folds = rho[batch.chunk].view(-1, FINE, 2, SKETCH // 2).transpose(1, 2)
-    parts[:, 4:] = (fine @ folds).view(-1, SKETCH)
+    columns = torch.stack((l2, absmax, nonfinite, nonzero), 1)
+    return torch.cat((columns, *(fine * scale for fine in _fine_sums(_signed(batch, x, signs)))), 1)
+
+
+def _signed(batch: _Batch, x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
+    """Blocks of elements times their signs."""
+    if batch.each:
+        return (x.view(-1, batch.each, BLOCK) * signs[: batch.each]).view(-1, BLOCK)
+    return x * signs[batch.block_row]
+
+
+def _fine_sums(signed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both bucket sets of each block: (blocks, FINE)."""
+    return signed.view(-1, GROUP, FINE).sum(1), signed.view(-1, FINE, GROUP).sum(2)
 
 
 def _segments(reduce: str, values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ from tpwatch.fingerprint.layout import (
     ROW_WORDS,
     SKETCH,
 )
-from tpwatch.fingerprint.plans import Tensors
+from tpwatch.fingerprint.plans import Tensors, copyable, require_memory
 from tpwatch.fingerprint.tables import Tables, make_tables
 
 VALUE_DTYPES: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -67,7 +67,8 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg().contiguous().view(-1)
+    tensor = copyable(tensor).resolve_neg().contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,))  # a single element may have any stride, which a view keeps
 
 
 def hash64(tensor: torch.Tensor, tables: Tables) -> int:
@@ -135,9 +136,9 @@ def _sketch_block(x: torch.Tensor, first_chunk: int, tables: Tables) -> torch.Te
     )
 
 
-def check(device: torch.device | str) -> tuple[bool, str]:
+def check() -> tuple[bool, str]:
     """Return (usable, why): plain torch runs wherever torch does."""
-    return True, f"plain torch on {torch.device(device)}, slow"
+    return True, "plain torch, slow"
 
 
 class ReferenceFingerprinter:
@@ -153,6 +154,7 @@ class ReferenceFingerprinter:
     @torch.no_grad()
     def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`."""
+        require_memory(tensors, self._tables.device)
         for row, tensor in zip(out, tensors, strict=True):
             if tensor is None:
                 row.zero_()

@@ -3,11 +3,11 @@
 Knows: the columns of `reference.py`, as one pass over the bytes on a GPU. Must not know: streams,
 processes, or who needs the rows.
 
-1. `chunk_kernel`, one program per chunk, one launch per kind of element: every byte is read once,
-   16 bytes per thread and row. A chunk with a non-finite element, or with squares near the ends of
-   the float32 range, is read again (from the second-level cache) in float64.
-2. `fold_kernel`, one program per `FOLD` chunks of one tensor.
-3. `finish_kernel`, one program per tensor: writes the row, and its head into the exchange buffer.
+1. `chunk_kernel`, one program per chunk, one launch per kind of element that occurs (four floats, raw bytes by size),
+   however many tensors there are: every byte is read once, 16 bytes per thread and row. A chunk with a non-finite
+   element, or with squares near the ends of the float32 range, is read again (from the second-level cache) in float64.
+2. `fold_kernel`, one program per `FOLD` chunks of one tensor, one launch.
+3. `finish_kernel`, one program per tensor, one launch: writes the row, and its head into the exchange buffer.
 
 Every sum has a fixed order: the result is the same from run to run. Integer columns equal the
 reference bit for bit. float32 sums take at most 64 squares or 64 elements in a thread, then a tree
@@ -27,6 +27,12 @@ import triton.language as tl
 from tpwatch.fingerprint.layout import CHUNK, L2_MAX, ROW
 
 VERSION: Final[str] = triton.__version__
+_OLDEST: Final = (3, 3)
+
+if tuple(map(int, VERSION.split(".")[:2])) < _OLDEST:
+    # Older ones fail in ways of their own, some at import, some at the first launch.
+    old = f"triton {VERSION} is too old: the kernels need {'.'.join(map(str, _OLDEST))}"
+    raise ImportError(old)
 
 BYTES: Final = tl.constexpr(0)
 FLOAT32: Final = tl.constexpr(1)

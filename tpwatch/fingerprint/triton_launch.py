@@ -34,11 +34,10 @@ _KINDS: Final = {
 _VECTOR_BYTES: Final = 16
 
 
-def check(device: torch.device | str) -> tuple[bool, str]:
+def check() -> tuple[bool, str]:
     """Return (usable, why): the kernels are written for NVIDIA devices."""
-    kind = torch.device(device).type
-    if kind != "cuda" or torch.version.cuda is None:
-        return False, f"needs an NVIDIA device, not {kind}"
+    if torch.version.cuda is None:
+        return False, "needs a torch built for NVIDIA devices"
     return True, f"one-pass GPU kernel, triton {kernels.VERSION}"
 
 
@@ -117,7 +116,7 @@ class TritonFingerprinter:
         self._sign_columns = (self._tables.sign_columns(1), self._tables.sign_columns(2))
         self._chunk_keys = self._tables.chunk_keys(0, 0)
         self._fold_words = self._tables.fold_words(0, 0)
-        self._plans: Plans[_Plan] = Plans()
+        self._plans: Plans[_Plan] = Plans(self._tables.device, self._make_plan, self._point)
 
     def rows(self, tensors: Tensors, out: torch.Tensor, head: torch.Tensor | None = None) -> None:
         """Write one row per tensor; see `Fingerprinter.rows`. Does not wait for the device."""
@@ -125,10 +124,8 @@ class TritonFingerprinter:
             return
         found = addresses(tensors)
         signature = (*extents(tensors), [a % _VECTOR_BYTES for a in found])
-        plan = self._plans.get(out, signature, lambda: self._make_plan(tensors))
-        places = plan.staging.refresh(tensors, found)
-        if places is not None:
-            plan.addresses.copy_(self._upload(places, torch.int64), non_blocking=True)
+        plan = self._plans.get(out, tensors, signature, found)
+        plan.staging.fill(tensors)
         for launch in plan.launches:
             self._hash_chunks(plan, launch)
         self._add_up(plan, out, head)
@@ -178,6 +175,11 @@ class TritonFingerprinter:
             HEADS=0 if head is None else HEAD,
             **kernels.SUM_OPTIONS,
         )
+
+    def _point(self, plan: _Plan, found: list[int]) -> None:
+        """Send the addresses after the launches that still read the old ones."""
+        places = self._upload(plan.staging.places(found), torch.int64)
+        plan.addresses.copy_(places, non_blocking=True)
 
     def _make_plan(self, tensors: Tensors) -> _Plan:
         """Number the chunks and groups, and place all tables on the device."""
