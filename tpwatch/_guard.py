@@ -11,11 +11,12 @@ This is the only file that catches `Exception`. It knows nothing of what it guar
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Generic, ParamSpec, TypeVar
 
-from tpwatch.errors import ReplicaFault
+from tpwatch.errors import ReplicaFault, printable
 
 logger = logging.getLogger("tpwatch")
 
@@ -24,9 +25,20 @@ T = TypeVar("T")
 
 
 def say(level: int, text: str, *args: object, exc_info: BaseException | bool | None = None) -> None:
-    """Log one line, wherever training may be waiting for it: a log handler of the job's own that raises raises here."""
+    """Log one line, wherever training may be waiting for it: a log handler of the job's own that raises raises here.
+
+    `args` that are no numbers, and the traceback, are escaped: names of models are in them, and read on terminals.
+    """
     with suppress(Exception):  # there is nowhere left to say so
-        logger.log(level, text, *args, exc_info=exc_info)
+        shown = tuple(arg if isinstance(arg, (int, float)) else printable(str(arg)) for arg in args)
+        if not isinstance(exc_info, BaseException):
+            logger.log(level, text, *shown, exc_info=exc_info)
+        elif logger.isEnabledFor(level):
+            whole = (type(exc_info), exc_info, exc_info.__traceback__)
+            record = logger.makeRecord(logger.name, level, __file__, 0, text, shown, whole)
+            lines = "".join(traceback.format_exception(exc_info)).rstrip().split("\n")
+            record.exc_text = "\n".join(map(printable, lines))  # a formatter takes what it finds there
+            logger.handle(record)
 
 
 class Outcome(Generic[T]):

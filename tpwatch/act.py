@@ -1,4 +1,4 @@
-"""What is done about findings: log, warn, or stop the run.
+"""What is done about findings: log, warn, tell a listener, or stop the run.
 
 Pure: decides and formats, raises nothing itself.
 
@@ -32,12 +32,17 @@ def action(finding: Finding, config: Config) -> Action:
 def announce(finding: Finding, config: Config) -> None:
     """Write one log line about a new or worsened finding, as its action says."""
     wanted = action(finding, config)
-    if wanted == "ignore":
+    if wanted in ("ignore", "callback"):
         return
     level = logging.INFO if wanted == "log" else _LEVELS[finding.severity]
     if finding.role == "consequence":
         level = min(level, logging.INFO)
     say(level, "%s", headline(finding))
+
+
+def told(findings: Iterable[Finding], config: Config) -> tuple[Finding, ...]:
+    """The findings that listeners hear of, in the order given: all but those to be ignored."""
+    return tuple(f for f in findings if action(f, config) != "ignore")
 
 
 def headline(finding: Finding) -> str:

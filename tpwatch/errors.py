@@ -4,6 +4,7 @@
     |-- ConfigError             (also ValueError)    a knob has a value that breaks a rule
     |-- AdapterUnavailable      (also RuntimeError)  the requested framework is missing or unsupported
     |-- FingerprintUnavailable  (also RuntimeError)  the requested implementation cannot run here
+    |-- UnreadableTensor        (also RuntimeError)  a watched tensor has no memory, or lies on another device
     |-- RunDirectoryError       (also RuntimeError)  a run directory is missing or cannot be read
     `-- ReplicaFault            (also RuntimeError)  the user asked to be stopped, and a fault was found
 
@@ -21,8 +22,19 @@ if TYPE_CHECKING:
     from tpwatch.records import Finding
 
 
+def printable(text: str) -> str:
+    """`text` with control and other unprintable characters escaped: names come from anywhere."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class TpwatchError(Exception):
     """Root of the tree: catch it to catch everything tpwatch raises on purpose."""
+
+    def __init__(self, message: str) -> None:
+        """Hold one line that a terminal can show: names of models, files and knobs are in it."""
+        super().__init__(printable(message))
 
 
 class _Brief(reprlib.Repr):
@@ -92,6 +104,19 @@ class FingerprintUnavailable(TpwatchError, RuntimeError):
             f"fingerprint = {name!r}: {reason}. Use fingerprint: auto, or `tpwatch doctor` to see what can run."
         )
         self.name = name
+        self.reason = reason
+
+
+class UnreadableTensor(TpwatchError, RuntimeError):
+    """A tensor that is to be fingerprinted has no memory to read, or not where the others have theirs.
+
+    Attributes: ``tensor`` (dtype and shape), ``reason``.
+    """
+
+    def __init__(self, tensor: str, reason: str) -> None:
+        """Build a message that says which kind of tensor, why it cannot be read, and what to do."""
+        super().__init__(f"a tensor {tensor} cannot be read: {reason}. Bring back what was offloaded before the check.")
+        self.tensor = tensor
         self.reason = reason
 
 

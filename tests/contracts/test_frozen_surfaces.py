@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 from tpwatch.cli import build_parser
-from tpwatch.config import RESERVED_ENV, Config
+from tpwatch.config import RESERVED_ENV, Action, Config
 from tpwatch.diagnose.rules import RULES
 
 # verb -> its arguments: flags, and positional arguments in capitals
@@ -86,6 +86,8 @@ CONFIG_KEYS = {
     "watch.include",
 }
 
+ACTIONS = {"abort", "callback", "checkpoint_then_abort", "ignore", "log", "warn"}
+
 ENVIRONMENT = {"TPWATCH_CONFIG", "TPWATCH_DEBUG", "TPWATCH_DISABLED", "TPWATCH_LAUNCH_ID"}
 
 RULE_CODES = {
@@ -138,6 +140,11 @@ def test_command_line() -> None:
 def test_configuration_keys() -> None:
     """Keys of the configuration file are these."""
     assert set(config_keys(Config)) == CONFIG_KEYS
+
+
+def test_actions() -> None:
+    """What can be done about a fault is one of these."""
+    assert set(get_args(Action)) == ACTIONS
 
 
 def test_environment_variables() -> None:

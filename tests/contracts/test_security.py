@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,42 @@ def test_nothing_that_is_read_is_run(path: Path) -> None:
 def test_the_search_finds_what_it_looks_for(source: str, found: str) -> None:
     """It could not fail otherwise."""
     assert found in list(dangers(source))
+
+
+WRITING = re.compile(r"(logging|.*logger)\.(debug|info|warning|error|exception|critical|log|handle)|warnings\.warn")
+
+
+def unescaped(source: str) -> Iterator[str]:
+    """Lines of the log that names can get into raw: written past `say`, or with a text put together beforehand."""
+    for node in (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call)):
+        called = ast.unparse(node.func)
+        if WRITING.fullmatch(called):
+            yield called
+        elif called == "say" and ast.unparse(node.args[0]).startswith(("logging.", "level")):
+            texts = (arg for arg in node.args[1:2] if not isinstance(arg, (ast.Constant, ast.Name)))
+            yield from map(ast.unparse, texts)
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_line_of_the_log_is_escaped(path: Path) -> None:
+    """It goes through `say`, which escapes what it puts into a text, and not the text."""
+    boundary = ["logger.log", "logger.handle"] if path.name == "_guard.py" else []
+    assert list(unescaped(path.read_text(encoding="utf-8"))) == boundary
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'say(logging.WARNING, f"of {name}")',
+        'say(level, "of " + name)',
+        'say(logging.ERROR if bad else logging.INFO, "of {}".format(name))',
+        'logger.warning("of %s", name)',
+        'warnings.warn(f"of {name}")',
+    ],
+)
+def test_a_line_that_is_not_escaped_is_seen(source: str) -> None:
+    """It could not fail otherwise."""
+    assert list(unescaped(source))
 
 
 def test_a_run_directory_is_closed_to_others(tmp_path: Path) -> None:

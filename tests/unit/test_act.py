@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.unit._report_runs import HOSTILE
 from tests.unit._samples import finding
-from tpwatch.act import action, announce, headline, must_stop, wants_checkpoint
+from tpwatch.act import action, announce, headline, must_stop, told, wants_checkpoint
 from tpwatch.config import Config, Thresholds
 
 
@@ -71,6 +72,26 @@ def test_ignore_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert said(caplog, Config(on_fault="ignore")) == []
 
 
+def test_callback_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """With `callback`, a finding is for the listeners, not for the log."""
+    assert said(caplog, Config(on_fault="callback")) == []
+
+
+def test_a_policy_can_call_back_for_one_kind_and_log_another(caplog: pytest.LogCaptureFixture) -> None:
+    """Only what the pattern names goes to the listeners alone."""
+    config = Config(on_fault="warn", policies={"drift:*": "callback"})
+    assert said(caplog, config, kind="drift") == []
+    assert said(caplog, config, kind="missing-reduce") == [logging.ERROR]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_cannot_repaint_the_terminal(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """Whatever of a finding is from the model, the line that announces it is one line of text."""
+    said(caplog, Config(), parameter=name, observed=name, expected=name, advice=name)
+    assert len(caplog.records) == 1
+    assert caplog.records[0].getMessage().isprintable()
+
+
 def test_a_consequence_is_never_louder_than_information(caplog: pytest.LogCaptureFixture) -> None:
     """What merely follows from another fault does not raise an alarm of its own."""
     assert said(caplog, Config(on_fault="warn"), role="consequence", caused_by="a") == [logging.INFO]
@@ -93,12 +114,45 @@ def test_the_headline_gives_the_spread_where_there_is_no_ratio() -> None:
     assert "odd ranks" not in line
 
 
+# ------------------------------------------------------------------------------------------- listeners
+
+
+@pytest.mark.parametrize(
+    ("on_fault", "heard"),
+    [
+        ("ignore", False),
+        ("log", True),
+        ("warn", True),
+        ("callback", True),
+        ("abort", True),
+        ("checkpoint_then_abort", True),
+    ],
+)
+def test_listeners_hear_of_all_that_is_not_ignored(on_fault: Any, heard: bool) -> None:  # noqa: FBT001 - a parametrised value
+    """Whatever else is done about it; consequences and information too."""
+    found = (finding(), finding(role="consequence", severity="info"))
+    assert told(found, Config(on_fault=on_fault)) == (found if heard else ())
+
+
+def test_listeners_hear_in_the_order_given() -> None:
+    """Without the one that a policy ignores."""
+    first, ignored, last = finding(parameter="b"), finding(kind="drift"), finding(parameter="a")
+    assert told([first, ignored, last], Config(policies={"drift:*": "ignore"})) == (first, last)
+
+
 # ------------------------------------------------------------------------------------------- stopping
 
 
 @pytest.mark.parametrize(
     ("on_fault", "stops"),
-    [("ignore", False), ("log", False), ("warn", False), ("abort", True), ("checkpoint_then_abort", True)],
+    [
+        ("ignore", False),
+        ("log", False),
+        ("warn", False),
+        ("callback", False),
+        ("abort", True),
+        ("checkpoint_then_abort", True),
+    ],
 )
 def test_only_the_stopping_actions_stop(on_fault: Any, stops: bool) -> None:  # noqa: FBT001 - a parametrised value
     """A confirmed error stops a run if and only if its action says so."""

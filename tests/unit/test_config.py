@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from tpwatch.config import Config, Prometheus, Thresholds, WatchSelection, env_names, load, schema
+from tpwatch.config import Action, Config, Prometheus, Thresholds, WatchSelection, env_names, load, schema
 from tpwatch.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -164,7 +164,7 @@ def test_reserved_and_foreign_environment_variables_are_left_alone() -> None:
         ({"watch": {"include": "decoder.*"}}, "watch.include", "list"),
         ({"watch": {"declare": ["*.a"]}}, "watch.declare", "map patterns"),
         ({"watch": {"declare": {"*.a": "mean"}}}, "watch.declare['*.a']", "one of sum, avg"),
-        ({"on_fault": False}, "on_fault", "one of ignore, log, warn, abort"),
+        ({"on_fault": False}, "on_fault", "one of ignore, log, warn, callback, abort"),
         ({"prometheus": {"port": 65536}}, "prometheus.port", "at most 65535"),
         ({"prometheus": {"tls_cert": "a.pem"}}, "prometheus.tls_cert", "goes with prometheus.tls_key"),
         ({"sinks": "wandb"}, "sinks", "list"),
@@ -190,6 +190,8 @@ def test_values_are_checked_when_a_config_is_built_directly() -> None:
         ({"intervall": 3}, "interval"),
         ({"thresholds": {"max_abz": 3}}, "thresholds.max_abs"),
         ({"on_fault": "abrt"}, "abort"),
+        ({"on_fault": "calback"}, "callback"),
+        ({"policies": {"drift:*": "callbak"}}, "callback"),
         ({"fingerprint": "tritn"}, "triton"),
     ],
 )
@@ -276,6 +278,15 @@ def test_the_digest_depends_on_the_order_of_declarations() -> None:
     assert one.digest() != other.digest()
 
 
+@pytest.mark.parametrize("action", get_args(Action))
+def test_only_an_action_that_stops_makes_the_job_meet(action: Any) -> None:
+    """As the general one, and as that of one pattern."""
+    stops = action in ("abort", "checkpoint_then_abort")
+    for config in (load(code={"on_fault": action}), load(env={"TPWATCH_POLICIES": f"drift:*={action}"})):
+        assert config.can_stop is stops
+        assert config.meets is stops
+
+
 def test_a_config_survives_its_mapping() -> None:
     """`to_mapping` holds everything."""
     config = Config(interval=3, watch=WatchSelection(declare={"*.a": "sum"}))
@@ -291,7 +302,7 @@ def test_the_schema_describes_every_knob() -> None:
     assert set(properties) == {f.name for f in dataclasses.fields(Config)}
     assert properties["interval"]["minimum"] == 1
     assert properties["interval"]["default"] == 1
-    assert properties["on_fault"]["enum"] == ["ignore", "log", "warn", "abort", "checkpoint_then_abort"]
+    assert properties["on_fault"]["enum"] == ["ignore", "log", "warn", "callback", "abort", "checkpoint_then_abort"]
     assert properties["handshake_timeout"]["exclusiveMinimum"] == 0
     assert properties["watch"]["properties"]["include"]["default"] == ["*"]
     assert properties["thresholds"]["additionalProperties"] is False

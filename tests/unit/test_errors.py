@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.unit._report_runs import HOSTILE
 from tests.unit._samples import finding
 from tpwatch import errors
 from tpwatch.errors import (
@@ -15,6 +16,7 @@ from tpwatch.errors import (
     ReplicaFault,
     RunDirectoryError,
     TpwatchError,
+    UnreadableTensor,
 )
 
 SAMPLES: dict[str, tuple[TpwatchError, type[Exception], dict[str, Any]]] = {
@@ -32,6 +34,11 @@ SAMPLES: dict[str, tuple[TpwatchError, type[Exception], dict[str, Any]]] = {
         FingerprintUnavailable("triton", "no GPU"),
         RuntimeError,
         {"name": "triton", "reason": "no GPU"},
+    ),
+    "UnreadableTensor": (
+        UnreadableTensor("float32 (3, 4)", "its storage was freed"),
+        RuntimeError,
+        {"tensor": "float32 (3, 4)", "reason": "its storage was freed"},
     ),
     "RunDirectoryError": (
         RunDirectoryError("runs/1", "it is empty"),
@@ -67,7 +74,7 @@ def test_errors_carry_their_data(error: TpwatchError, builtin: type[Exception], 
     assert {name: getattr(error, name) for name in data} == data
 
 
-@pytest.mark.parametrize("name", ["ConfigError", "AdapterUnavailable", "FingerprintUnavailable", "RunDirectoryError"])
+@pytest.mark.parametrize("name", [name for name in SAMPLES if name != "ReplicaFault"])
 def test_messages_say_all_they_know(name: str) -> None:
     """What was given, the rule and the remedy stand in one line."""
     error, _, data = SAMPLES[name]
@@ -110,3 +117,15 @@ def test_a_fault_copies_what_it_is_given() -> None:
     findings.clear()
     elsewhere.clear()
     assert len(fault.findings) == len(fault.elsewhere) == 1
+
+
+@pytest.mark.parametrize("name", ["bad\x1b[2J\nrm", *HOSTILE])
+def test_names_cannot_repaint_the_terminal_that_shows_an_error(name: str) -> None:
+    """Of parameters, kinds, knobs, files and frameworks: the text is one line, the data are as given."""
+    fault = ReplicaFault([finding(parameter=name, advice=name)], 7)
+    shown = [
+        fault, ReplicaFault([], 7, {name: 1}), ConfigError(name, name, name, name), RunDirectoryError(name, name),
+        AdapterUnavailable(name, name, name, name), FingerprintUnavailable(name, name), UnreadableTensor(name, name),
+    ]  # fmt: skip
+    assert all(str(error).isprintable() for error in shown)
+    assert fault.findings[0].parameter == name

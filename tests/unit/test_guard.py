@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from tests.unit._report_runs import HOSTILE
 from tests.unit._samples import finding
 from tpwatch._guard import Guard, say, shield
 from tpwatch.errors import ReplicaFault
@@ -171,3 +172,21 @@ def test_a_log_handler_that_raises_raises_into_nobodys_training() -> None:
         assert Guard(1).attempt("packing", fail).value is None
     finally:
         logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("name", ["bad\x1b[2J\nrm", *HOSTILE])
+def test_names_cannot_repaint_the_terminal_that_shows_the_log(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """Each is on the one line it belongs to, as text or as an error says it; numbers stay numbers."""
+    say(logging.WARNING, "step %d, %.1f: %s, %s", 3, 0.5, name, OSError(name))
+    assert caplog.records[0].getMessage().isprintable()
+    assert caplog.records[0].getMessage().startswith("step 3, 0.5: ")
+    assert name.encode("unicode_escape").decode()[:8] in caplog.records[0].getMessage()
+
+
+@pytest.mark.parametrize("name", ["bad\x1b[2J\nrm", *HOSTILE])
+def test_a_traceback_cannot_repaint_it_either(caplog: pytest.LogCaptureFixture, name: str) -> None:
+    """An internal error may be about a parameter of any name."""
+    Guard(3).attempt("packing", fail, name)
+    assert "Traceback" in caplog.text
+    assert "ValueError: " in caplog.text
+    assert all(line.isprintable() for line in caplog.text.split("\n"))

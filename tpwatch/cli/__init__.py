@@ -16,7 +16,7 @@ from tpwatch._guard import shield
 from tpwatch.cli import demo, launch, rules, runs, settings, wandb
 from tpwatch.cli.codes import ERRORS, INTERNAL, USAGE
 from tpwatch.cli.output import warn
-from tpwatch.errors import TpwatchError
+from tpwatch.errors import TpwatchError, printable
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -58,5 +58,5 @@ def _explain(error: Exception) -> int:
     if isinstance(error, TpwatchError):
         warn(str(error))
         return USAGE
-    warn(f"internal error: {type(error).__name__}: {error} (TPWATCH_DEBUG=1 shows where)")
+    warn(printable(f"internal error: {type(error).__name__}: {error} (TPWATCH_DEBUG=1 shows where)"))
     return INTERNAL

@@ -18,7 +18,7 @@ Count = Annotated[int, AtLeast(0)]
 Positive = Annotated[int, AtLeast(1)]
 Amount = Annotated[float, AtLeast(0)]
 PositiveAmount = Annotated[float, AtLeast(0, exclusive=True)]
-Action = Literal["ignore", "log", "warn", "abort", "checkpoint_then_abort"]
+Action = Literal["ignore", "log", "warn", "callback", "abort", "checkpoint_then_abort"]
 STOPPING = frozenset({"abort", "checkpoint_then_abort"})
 Declaration = Literal["sum", "avg", "none", "sharded", "replicated"]
 
@@ -172,7 +172,8 @@ class Config(Section):
     on_fault: Action = "warn"
     """What is done about a fault; `abort` stops all ranks of the job at the same step, before the update.
 
-    `ignore`: recorded only. `log`: one information line. `warn`: logged by severity.
+    `ignore`: recorded only. `log`: one information line. `warn`: logged by severity. `callback`: no line, it is for the
+    listeners (`Watch.on_finding`), which hear of everything that is not ignored.
     `checkpoint_then_abort`: the function given to `Watch.save_before_abort` runs first.
     """
     policies: Mapping[str, Action] = field(default_factory=dict)
@@ -180,7 +181,12 @@ class Config(Section):
     max_faults: Positive = 1
     """So many faults, over all replica groups, before an action that stops the run does so."""
     max_overhead: PositiveAmount | None = None
-    """Share of step time a check may take; past it the interval is doubled, on all ranks of a group together."""
+    """Share of step time a check may take; past it the interval is doubled, on all ranks of a group together.
+
+    What counts is the time of the host: packing, exchange, waiting for it, the verdict, over the last eight checks, on
+    whichever rank they take longest. Not what may follow a verdict: recording, listeners, `resync`, the meeting of the
+    job.
+    """
     job_wide: bool = False
     """Exchange counts of faults over all ranks of the job even if nothing can stop it (for a sink on one rank)."""
     checkpoint: Literal["ignore", "warn", "annotate", "refuse"] = "ignore"
