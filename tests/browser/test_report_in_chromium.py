@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit._report_runs import HOSTILE, hostile_run, large_run, steps, write_run
-from tests.unit._samples import finding, plan
+from tests.unit._samples import finding, plan, step_report
 from tpwatch.cli import main
 from tpwatch.report.table import printable
 
@@ -122,6 +122,12 @@ def small_run(directory: Path) -> Path:
         checks=steps(6, differing=differing, max_abs=0.5, max_rel=0.1),
         not_exercised=["idle"],
     )
+
+
+def sparse_run(directory: Path) -> Path:
+    """Values that differ at each of 40 steps, and how far at few of them."""
+    checks = [step_report(step, differing={"param": 2}, max_abs=0.5 * (step in {1, 20, 40})) for step in range(1, 41)]
+    return write_run(directory, plan("a"), checks=checks)
 
 
 def names(driver: Any) -> list[str]:
@@ -265,6 +271,30 @@ def test_the_timeline_reads_out_a_step(visit: Callable[..., Any]) -> None:
     press(driver, "\ue011", "\ue014")
     readout = driver.find_element("css selector", ".readout").text
     assert readout == "Step 2: 2 values and 2 reduced gradients differ; max abs 0.5, max rel 0.1"
+
+
+def test_a_step_that_was_not_measured_is_read_out_as_such(visit: Callable[..., Any]) -> None:
+    """A 0 would claim that values are equal, right after saying that they differ."""
+    driver = visit(sparse_run)
+    driver.execute_script("document.querySelector('.timeline').focus()")
+    press(driver, "\ue011", "\ue014")
+    readout = driver.find_element("css selector", ".readout").text
+    assert readout == "Step 2: 2 values and 0 reduced gradients differ; max abs not measured, max rel not measured"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_what_was_measured_is_seen_on_its_curve(visit: Callable[..., Any], *, dark: bool) -> None:
+    """One line from first to last, with dots that are wider than it, in its colour, on all three steps."""
+    driver = visit(sparse_run, dark=dark)
+    line, dots = driver.execute_script(
+        "return ['line', 'dots'].map((kind) => {"
+        " const path = document.querySelector(`#timeline figure:last-of-type .lines .${kind}.solid`);"
+        " const style = getComputedStyle(path);"
+        " return [path.getAttribute('d'), parseFloat(style.strokeWidth), style.stroke, style.strokeLinecap]; })"
+    )
+    assert (line[0].count("M"), line[0].count("L"), dots[0].count("M")) == (1, 2, 3)
+    assert dots[1] >= 2 * line[1]
+    assert dots[2:] == [line[2], "round"]
 
 
 def test_five_thousand_parameters_load_at_once(driver: Any, large_page: Path) -> None:

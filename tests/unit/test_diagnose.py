@@ -271,7 +271,8 @@ def test_a_finding_states_no_facts_of_another_explanation() -> None:
     run.step(kept(copies()))
     run.steps(3, summed(copies()))
     assert run.only.kind == "double-reduce"
-    assert set(run.only.evidence) == {"gradient"}
+    assert set(run.only.evidence) == {"gradient", "norms_pre", "norms_post"}
+    assert len(set(run.only.evidence["norms_pre"])) == 1
 
 
 def test_copies_reduced_in_camps_began_with_the_camps() -> None:
@@ -744,3 +745,32 @@ def test_evidence_travels_in_the_finding() -> None:
     assert run.only.evidence["norms_pre"] == list(seen.norms_pre)
     assert run.only.evidence["deviation_pre"] == seen.deviation_pre
     assert run.only.evidence["camps_grad_post"] == [[0], [1], [2]]
+
+
+def test_equal_copies_have_the_norm_of_one_on_every_rank() -> None:
+    """They are never gathered: before and after the reduction, in the unit of the gradient, as the ratio has it."""
+    run = watched(size=3)
+    run.steps(3, summed(copies(3)))
+    assert run.asked[-1] == {}
+    norm = math.hypot(*GRADIENT)
+    assert run.only.evidence["norms_pre"] == pytest.approx([norm] * 3)
+    assert run.only.evidence["norms_post"] == pytest.approx([3 * norm] * 3)
+    assert run.only.ratio == pytest.approx(3.0)
+
+
+def test_copies_that_differ_have_the_norms_of_their_gather() -> None:
+    """Smallest and largest do not tell whose they are; nor do earlier ones of copies that were still equal."""
+    run = watched()
+    run.step(kept(copies(), values=MOVED))
+    parted = kept(partials(), values=MOVED)
+    assert run.only.evidence["norms_pre"] == run.only.evidence["norms_post"]
+    run.step(parted)
+    assert run.only.evidence["norms_pre"] == list(gathered(parted).norms_pre)
+    assert len(set(run.only.evidence["norms_pre"])) == 2
+
+
+def test_there_is_no_norm_per_rank_without_a_gradient_or_a_gather() -> None:
+    """A zero that nobody measured would be a claim, too."""
+    run = watched()
+    run.step(silent(values=MOVED))
+    assert {"norms_pre", "norms_post"}.isdisjoint(run.only.evidence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from tpwatch.records import Finding
 from tpwatch.report.events import read_events
 from tpwatch.report.html import render_html
 from tpwatch.report.html_data import layer_of, natural, view
-from tpwatch.report.html_evidence import certainty, ranks_text
+from tpwatch.report.html_evidence import TIMES, certainty, ranks_text
 from tpwatch.report.html_parts import POINTS_DRAWN, thinned
 from tpwatch.report.markup import VOID, data_block, el
 from tpwatch.report.summary import StepRow
@@ -211,6 +212,18 @@ def test_norms_are_drawn_per_rank_before_and_after(tmp_path: Path) -> None:
     assert widths == ["0.0%", "25.0%", "100.0%", "75.0%"]
 
 
+def test_norms_that_grew_alike_on_all_ranks_say_by_how_much(tmp_path: Path) -> None:
+    """In the title, unless it differs: then each rank has to be read."""
+    double = finding(evidence={"norms_pre": [1.5, 1.5], "norms_post": [3.0, 3.0]})
+    uneven = replace(MISSING, evidence={"norms_pre": [2.0, 4.0], "norms_post": [1.0, 3.0]})
+    root = run_page(tmp_path, double, uneven)
+    card, other = (root.one("article", id=f"kind-{kind}") for kind in ("double-reduce", "missing-reduce"))
+    figure = card.all("figure")[0]
+    assert figure.one("b").text == f"Gradient norm {TIMES} 2 on each rank"
+    assert figure.text.endswith("rank 0, before1.5after3rank 1, before1.5after3")
+    assert other.all("figure")[0].one("b").text == "Gradient norm per rank"
+
+
 def test_zero_ranks_and_camps_are_shown(tmp_path: Path) -> None:
     """Who has nothing, and who agrees with whom."""
     text = run_page(tmp_path, MISSING).one("article").text
@@ -225,6 +238,17 @@ def test_the_course_of_a_finding_is_drawn(tmp_path: Path) -> None:
     root = page(write_run(tmp_path, plan("a"), findings=[(6, MISSING), (9, grown)], checks=steps(9)))
     labels = [e.attributes["aria-label"] for e in root.one("article").all("svg", role="img")]
     assert "values: 0.5 at step 6, 2 at step 9" in labels
+
+
+def test_the_course_of_a_finding_is_broken_where_it_is_beyond_all_bounds(tmp_path: Path) -> None:
+    """No line leads past it, as if it had been something in between."""
+    course = [
+        (step, replace(MISSING, last_step=step, evidence={"spread_param": {**SPREAD, "max_abs": size}}))
+        for step, size in ((3, 0.5), (4, 0.6), (6, math.inf), (8, 0.7), (9, 0.8))
+    ]
+    card = page(write_run(tmp_path, plan("a"), findings=course, checks=steps(9))).one("article")
+    (line,) = (e.attributes["d"] or "" for e in card.one("svg", class_="lines").all("path", class_="line solid"))
+    assert re.findall("[ML]", line) == ["M", "L", "M", "L"]
 
 
 def test_consequences_are_folded_under_their_cause(tmp_path: Path) -> None:

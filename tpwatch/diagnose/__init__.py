@@ -50,6 +50,7 @@ class Diagnosis:
         self._seen: set[int] = set()
         self._unsettled: dict[int, set[int]] = {}
         self._partial: set[int] = set()
+        self._missed = False
         self._checked: dict[int, int] = {}
         """Step of the last check, by call."""
 
@@ -73,7 +74,12 @@ class Diagnosis:
         worse: list[Finding] = []
         for case in _in_order(cases):
             worse += self._decide(case, at)
+        self._missed = False
         return Outcome(tuple(worse), self._grown(worse), judged=len(cases))
+
+    def missed(self) -> None:
+        """A check was lost: whatever its gradients were, nobody has seen them."""
+        self._missed = True
 
     def presence(self, at: When, rows: Sequence[RowObservation]) -> Outcome:
         """Take in the entry side alone.
@@ -120,7 +126,7 @@ class Diagnosis:
         """When values were first seen apart, and whether they already were before anything that was watched.
 
         Attached in mid-training, unreduced gradients may have set them apart before; a call for another chunk cannot
-        tell.
+        tell. So may those of a check that was lost.
         """
         if seen.param.same:
             history.values_were_equal = True
@@ -131,7 +137,7 @@ class Diagnosis:
         first = at.step == self._first_step and pattern != "outside" and not history.values_were_equal
         if at.pristine or (first and pattern != "different/kept"):
             history.born_different = True
-        elif first:
+        elif first or self._missed:
             history.diverged_at = at.step
 
     def _mark(self, seen: RowObservation, history: History, step: int) -> None:

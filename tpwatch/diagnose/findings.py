@@ -78,8 +78,19 @@ def found(case: Case, verdict: Verdict, plan: WatchPlan, step: int) -> Finding:
         max_rel=0.0,
         odd_ranks=(),
         advice=BY_KIND[verdict.kind].next_step,
+        evidence=_norms(case.seen, len(plan.ranks)),
     )
     return with_evidence(finding, case, verdict)
+
+
+def _norms(seen: RowObservation, group_size: int) -> dict[str, Any]:
+    """The norms behind `ratio`, per rank like gathered ones: of copies that are equal one norm is that of each.
+
+    Copies that differ nowhere are never gathered; where a gather brought norms, `with_evidence` takes those.
+    """
+    if norm_ratio(seen) is None:
+        return {}
+    return {"norms_pre": [seen.pre.l2_hi**0.5] * group_size, "norms_post": [seen.post.l2_hi**0.5] * group_size}
 
 
 def _first_step(case: Case, verdict: Verdict) -> int:
@@ -127,7 +138,7 @@ def with_evidence(finding: Finding, case: Case, verdict: Verdict | None) -> Find
     if verdict and verdict.threshold:
         facts.setdefault("threshold", verdict.threshold)
     max_abs, max_rel, odd = finding.max_abs, finding.max_rel, finding.odd_ranks
-    if finding.kind == "grad-presence":
+    if finding.kind == "grad-presence" and seen.absent:
         odd = compare.outvoted(_by_presence(finding.ranks, seen.absent))
     if evidence is not None:
         facts.update(_facts(evidence))

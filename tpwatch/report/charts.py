@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from tpwatch.report.markup import Child, Html, el
 from tpwatch.report.table import number
@@ -22,11 +23,14 @@ LARGEST, SMALLEST = 1e300, 1e-300
 LABELLED_ROWS = 24
 """A heat map of more rows than this names only the first and the last."""
 
+FEW_POINTS = 12
+"""Of no more points each is marked by a dot."""
+
 FEW_ROWS, TALL, LOW = 8, 26, 16
 """Up to so many rows are this tall, in pixels; more are this low."""
 
 Point = tuple[float, float | None]
-"""A step and a value, None where there is none."""
+"""A step and a value, None where there is none: a line goes on over it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,13 @@ class Series:
     style: str = "solid"
 
     def only(self, *, positive: bool) -> Series:
-        """The same with gaps where a value cannot be drawn."""
+        """The same with NaN, a gap, for a value that cannot be drawn; where there is none, it stays so."""
         return replace(self, points=[(x, _drawable(y, positive=positive)) for x, y in self.points])
+
+    @property
+    def drawn(self) -> list[float]:
+        """Values of the points that are drawn."""
+        return [y for _, y in self.points if _drawn(y)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,7 @@ class _Frame:
     @classmethod
     def around(cls, series: Sequence[Series], *, log: bool) -> _Frame:
         steps = [x for one in series for x, _ in one.points]
-        values = [y for one in series for _, y in one.points if y is not None]
+        values = [y for one in series for y in one.drawn]
         low, high = min(values), max(values)
         if log:
             low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
@@ -98,10 +107,15 @@ class _Frame:
 def lines(series: Sequence[Series], label: str, *, log: bool = False) -> Html:
     """Lines over steps, or nothing if no value can be drawn; a log scale has values above 0 only."""
     shown = [one.only(positive=log) for one in series]
-    if not any(y is not None for one in shown for _, y in one.points):
+    if not any(one.drawn for one in shown):
         return Html("")
     frame = _Frame.around(shown, log=log)
-    paths = [el("path", d=_path(one, frame), class_=f"line {one.style}") for one in shown]
+    strokes = [
+        (f"{kind} {one.style}", d)
+        for one in shown
+        for kind, d in (("line", _path(one, frame)), ("dots", _dots(one, frame)))
+    ]
+    paths = [el("path", d=d, class_=class_) for class_, d in strokes if d]
     drawing = _svg([_grid(), paths], label, "lines")
     legend = el("p", [_key(one) for one in shown], class_="legend") if len(shown) > 1 else ""
     values = el("div", *(el("span", number(v)) for v in (frame.high, frame.low)), class_="values")
@@ -110,20 +124,36 @@ def lines(series: Sequence[Series], label: str, *, log: bool = False) -> Html:
 
 
 def _drawable(value: float | None, *, positive: bool) -> float | None:
-    if value is None or not math.isfinite(value) or abs(value) > LARGEST or (positive and value < SMALLEST):
+    if value is None:
         return None
-    return value
+    beyond = not math.isfinite(value) or abs(value) > LARGEST or (positive and value < SMALLEST)
+    return math.nan if beyond else value
+
+
+def _drawn(value: float | None) -> TypeGuard[float]:
+    return value is not None and not math.isnan(value)
 
 
 def _path(series: Series, frame: _Frame) -> str:
-    """Moves and lines; a value without neighbours is a stroke of no length, drawn as a dot."""
+    """Moves and lines: broken where a value cannot be drawn, going on over steps that have none."""
     parts: list[str] = []
-    drawing = False
+    joined = False
     for x, y in series.points:
-        if y is not None:
-            at = frame.place(x, y)
-            parts.append(f"L{at}" if drawing else f"M{at}h.01")
-        drawing = y is not None
+        if _drawn(y):
+            parts.append(f"{'L' if joined else 'M'}{frame.place(x, y)}")
+        joined = _drawn(y) or (joined and y is None)
+    return "".join(parts)
+
+
+def _dots(series: Series, frame: _Frame) -> str:
+    """Strokes of no length at the points between which a line says nothing: few, alone, or next to a step without."""
+    values = [y for _, y in series.points]
+    few = len(series.drawn) <= FEW_POINTS
+    parts: list[str] = []
+    for i, (x, y) in enumerate(series.points):
+        beside = [*values[max(0, i - 1) : i], *values[i + 1 : i + 2]]
+        if _drawn(y) and (few or None in beside or not any(map(_drawn, beside))):
+            parts.append(f"M{frame.place(x, y)}h.01")
     return "".join(parts)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import math
 from importlib.resources import files
 
 from tpwatch.report.events import RunEvents
@@ -17,6 +16,7 @@ from tpwatch.report.html_evidence import evidence
 from tpwatch.report.html_findings import cards
 from tpwatch.report.html_map import heat_section
 from tpwatch.report.html_parts import (
+    as_json,
     not_claimed,
     overhead_section,
     settings_section,
@@ -191,5 +191,5 @@ def _row(parameter: Parameter, shown: RunView) -> list[object]:
 
 
 def _sortable(measure: float) -> float | str | None:
-    """A measure above 0 as JSON, which has no word for one beyond all bounds."""
-    return (measure if math.isfinite(measure) else "inf") if measure > 0.0 else None
+    """A measure above 0."""
+    return as_json(measure) if measure > 0.0 else None

@@ -147,8 +147,9 @@ def _sighting(finding: Finding) -> Sighting:
 
 def _spread(finding: Finding, point: str) -> float | None:
     spread = finding.evidence.get(f"spread_{point}")
-    value = spread.get("max_abs") if isinstance(spread, Mapping) else None
-    return float(value) if isinstance(value, (int, float)) else None
+    if not isinstance(spread, Mapping) or "max_abs" not in spread:
+        return None
+    return float("inf") if spread["max_abs"] is None else float(spread["max_abs"])
 
 
 def _worst(one: Sighting | None, other: Sighting) -> Sighting:

@@ -12,6 +12,7 @@ from tpwatch.records import Finding
 from tpwatch.report.charts import Bar, Series, bars, lines
 from tpwatch.report.html_data import RunView
 from tpwatch.report.markup import Html, el
+from tpwatch.report.summary import equal_copies
 from tpwatch.report.table import number
 
 TIMES = "\N{MULTIPLICATION SIGN}"
@@ -53,11 +54,6 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(f"{r[0]}-{r[-1]}" if len(r) >= SHORTENED else ", ".join(map(str, r)) for r in runs)
 
 
-def equal_copies(finding: Finding) -> bool:
-    """True for a double reduction of copies that agree: the one fault that no comparison can see."""
-    return finding.kind == "double-reduce" and finding.max_abs == 0.0
-
-
 def count(number_of: int, noun: str) -> str:
     """A number with its noun."""
     return f"{number_of:,} {noun}" if number_of == 1 else f"{number_of:,} {noun}s"
@@ -74,7 +70,7 @@ def _exhibit(title: str, picture: Html, caption: str, *, small: bool = False) ->
 
 
 def _norms(finding: Finding, view: RunView) -> Iterator[Html]:
-    """Bars per rank before and after the reduction, or their ratio where norms were not gathered."""
+    """Bars per rank before and after the reduction, or their ratio where norms are not known."""
     for group, facts in _by_group(finding, view):
         before, after = facts.get("norms_pre", ()), facts.get("norms_post", ())
         ranks = view.ranks.get(group, finding.ranks)
@@ -107,7 +103,14 @@ def _norm_bars(ranks: Sequence[int], before: Sequence[float], after: Sequence[fl
     where = f" in group {group}" if group else ""
     more = f"; {len(ranks) - BARS_SHOWN} more ranks" if len(ranks) > BARS_SHOWN else ""
     caption = f"before and after the reduction{where}{more}"
-    return _exhibit("Gradient norm per rank", bars(items, f"Gradient norms {caption}"), caption)
+    return _exhibit(_factor(before, after), bars(items, f"Gradient norms {caption}"), caption)
+
+
+def _factor(before: Sequence[float | None], after: Sequence[float | None]) -> str:
+    """What was done to the norms in a title: a factor, if it is the same on every rank."""
+    factors = {number(post / pre) if pre and post else "" for pre, post in zip(before, after, strict=True)}
+    factor = factors.pop() if len(factors) == 1 else ""
+    return f"Gradient norm {TIMES} {factor} on each rank" if factor else "Gradient norm per rank"
 
 
 def _finite(value: float | None) -> float:
@@ -162,7 +165,7 @@ def _course(finding: Finding, view: RunView) -> Iterator[Html]:
     )
     picture = lines([s for s in spread if any(y for _, y in s.points)], _say(spread), log=True)
     if picture:
-        yield _exhibit("Spread over steps", picture, "largest elementwise difference, log scale")
+        yield _exhibit("Spread over steps", picture, "largest elementwise difference as last measured, log scale")
     elif any(s.ratio is not None for s in seen):
         ratio = Series("norm after / before", [(s.step, s.ratio) for s in seen])
         yield _exhibit("Ratio over steps", lines([ratio], _say([ratio])), "gradient norm after / before")

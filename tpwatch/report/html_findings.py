@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from tpwatch.diagnose.rules import BY_KIND
 from tpwatch.records import SEVERITIES, Finding
 from tpwatch.report.html_data import RunView
-from tpwatch.report.html_evidence import TIMES, certainty, count, equal_copies, evidence, ranks_text
+from tpwatch.report.html_evidence import TIMES, certainty, count, evidence, ranks_text
 from tpwatch.report.markup import Child, Html, dotted, el
+from tpwatch.report.summary import equal_copies
 from tpwatch.report.table import number
 
 EVIDENCE_SHOWN = 7

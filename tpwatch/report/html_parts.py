@@ -5,6 +5,7 @@ Formats what `html_data` put together; decides nothing.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -14,8 +15,8 @@ from tpwatch.report.html_data import RunView
 from tpwatch.report.html_evidence import count
 from tpwatch.report.html_findings import title_of
 from tpwatch.report.markup import Child, Html, dotted, el, join
-from tpwatch.report.summary import StepRow
-from tpwatch.report.table import number
+from tpwatch.report.summary import UNMEASURED, StepRow, largest
+from tpwatch.report.table import NOT_MEASURED, measure, number
 
 HEADLINES = {"clean": "Clean", "faults": "Faults found", "nothing-checked": "Nothing was checked"}
 GLYPHS = {"clean": "✓", "faults": "✕", "nothing-checked": "?"}
@@ -98,13 +99,21 @@ def timeline_section(view: RunView) -> Child:
         Series("max rel", [(s.step, s.max_rel) for s in steps], "dashed"),
     ]
     size_chart = lines(sizes, _worst_of(steps), log=True)
-    measured = _panel("Largest difference measured (log scale)", size_chart) if size_chart else _ratio_panel(view)
+    measured = _panel(f"Largest difference measured (log scale{_sparse(steps)})", size_chart)
     charts = el(
-        "div", _panel("Replicas that are not bit-identical", lines(counts, _most_of(steps))), measured, class_="panels"
+        "div",
+        _panel("Replicas that are not bit-identical", lines(counts, _most_of(steps))),
+        measured if size_chart else _ratio_panel(view),
+        class_="panels",
     )
     readout = el("p", class_="readout muted", aria_live="polite")
     area = el("div", charts, readout, class_="timeline", tabindex="0", role="group", aria_label="Timeline by step")
     return el("section", el("h2", "Timeline"), _agreement(view), area, _numbers(view.steps), id="timeline")
+
+
+def _sparse(steps: Sequence[StepRow]) -> str:
+    """How to read a line that goes on over steps at which nothing was measured."""
+    return "; dots: measured" if any(s.max_abs is None for s in steps) else ""
 
 
 def _ratio_panel(view: RunView) -> Html:
@@ -122,10 +131,17 @@ def _ratio_panel(view: RunView) -> Html:
     return _panel("Largest gradient norm after / before, in findings", chart)
 
 
-def timeline_data(view: RunView) -> list[tuple[int, int, int, float, float]]:
-    """(step, values, gradients, max abs, max rel) of each point of the charts."""
-    rows = thinned(view.steps)
-    return [(r.step, r.differing.get("param", 0), r.differing.get("grad_post", 0), r.max_abs, r.max_rel) for r in rows]
+def timeline_data(view: RunView) -> list[tuple[object, ...]]:
+    """(step, values, gradients, max abs, max rel) of each point of the charts; null: not measured."""
+    return [
+        (r.step, r.differing.get("param", 0), r.differing.get("grad_post", 0), as_json(r.max_abs), as_json(r.max_rel))
+        for r in thinned(view.steps)
+    ]
+
+
+def as_json(value: float | None) -> float | str | None:
+    """A measure for the script: JSON has no word for one beyond all bounds."""
+    return value if value is None or math.isfinite(value) else "inf"
 
 
 def thinned(steps: Sequence[StepRow]) -> list[StepRow]:
@@ -138,7 +154,7 @@ def thinned(steps: Sequence[StepRow]) -> list[StepRow]:
 def _worst(rows: Sequence[StepRow]) -> StepRow:
     points = {point for row in rows for point in row.differing}
     differing = {point: max(row.differing.get(point, 0) for row in rows) for point in points}
-    return StepRow(rows[-1].step, differing, max(r.max_abs for r in rows), max(r.max_rel for r in rows))
+    return StepRow(rows[-1].step, differing, largest(r.max_abs for r in rows), largest(r.max_rel for r in rows))
 
 
 def _panel(title: str, chart: Html) -> Html:
@@ -160,8 +176,8 @@ def _most_of(steps: Sequence[StepRow]) -> str:
 
 
 def _worst_of(steps: Sequence[StepRow]) -> str:
-    largest, relative = max(s.max_abs for s in steps), max(s.max_rel for s in steps)
-    return f"Largest difference measured: max abs {number(largest)}, max rel {number(relative)}"
+    absolute, relative = largest(s.max_abs for s in steps), largest(s.max_rel for s in steps)
+    return f"Largest difference measured: max abs {measure(absolute)}, max rel {measure(relative)}"
 
 
 def _numbers(steps: Sequence[StepRow]) -> Html:
@@ -171,11 +187,13 @@ def _numbers(steps: Sequence[StepRow]) -> Html:
     left_out = f", {len(steps) - len(shown):,} in the middle left out" if len(shown) < len(steps) else ""
     points = ("param", "grad_pre", "grad_post")
     rows = [
-        (str(s.step), *(str(s.differing.get(p, 0)) for p in points), number(s.max_abs), number(s.max_rel))
+        (str(s.step), *(str(s.differing.get(p, 0)) for p in points), measure(s.max_abs), measure(s.max_rel))
         for s in shown
     ]
     heads = ("step", "values differ", "gradients before", "gradients after", "max abs", "max rel")
     note = "Partial gradients differ before the reduction by design."
+    if any(s.max_abs is None for s in shown):
+        note += f" {NOT_MEASURED}: {UNMEASURED}."
     return el("details", el("summary", f"As numbers{left_out}"), el("p", note, class_="muted"), grid(heads, rows))
 
 

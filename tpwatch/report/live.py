@@ -87,7 +87,12 @@ def _rich_screen(title: str) -> Iterator[Screen]:
 def _cells(row: StepRow) -> tuple[str, ...]:
     # Gradients before the reduction are left out: partial ones differ on healthy runs, too.
     values, gradients = row.differing.get("param", 0), row.differing.get("grad_post", 0)
-    return (str(row.step), str(values), str(gradients), number(row.max_abs))
+    return (str(row.step), str(values), str(gradients), size(row))
+
+
+def size(row: StepRow) -> str:
+    """The largest difference in a row, in words where it was not measured: there is no room to explain a sign."""
+    return "not measured" if row.max_abs is None else number(row.max_abs)
 
 
 def _found(findings: Sequence[Finding]) -> str:

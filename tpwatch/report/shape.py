@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard
 
+from tpwatch.export.rotation import MOST_STEPS
 from tpwatch.records import SEVERITIES
 
 Fits = Callable[[object], bool]
@@ -102,6 +103,15 @@ def _mapping(check: Fits) -> Fits:
 
 def _pair(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(map(_text, value))  # noqa: PLR2004 - a pair
+
+
+def _runs(value: object) -> bool:
+    """Steps as [first, last, stride], no more of them than a part has room for."""
+    if not isinstance(value, list) or not all(isinstance(run, list) and all(map(_whole, run)) for run in value):
+        return False
+    if not all(len(run) == 3 and run[0] <= run[1] and run[2] > 0 for run in value):  # noqa: PLR2004 - as said above
+        return False
+    return sum(len(range(first, last + 1, stride)) for first, last, stride in value) <= MOST_STEPS
 
 
 def _spread(value: object) -> bool:
@@ -199,7 +209,7 @@ _OTHERS: Mapping[str, Mapping[str, Fits]] = {
     "check": _CHECK,
     "status": {"not_exercised": _list(_text), "unverified": _list(_text)},
     "note": {"text": _text},
-    "thinned": {"steps": _whole, "lines": _whole},
+    "thinned": {"steps": _whole, "lines": _whole, "runs": _runs},
 }
 
 

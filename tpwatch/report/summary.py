@@ -12,9 +12,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
-from tpwatch.export.rotation import THINNED
+from tpwatch.export.rotation import THINNED, steps_thinned
 from tpwatch.records import SEVERITIES, Finding, Severity, Summary, worst
 from tpwatch.report.events import Event, RunEvents, parse_finding, read_events
+
+UNMEASURED = "values differ, and how far was not measured at this check"
+"""What it means that a row has no `max_abs`, for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +27,9 @@ class StepRow:
     step: int
     differing: Mapping[str, int]
     """Replicas that are not bit-identical, per observation point."""
-    max_abs: float
-    max_rel: float
+    max_abs: float | None
+    max_rel: float | None
+    """Largest difference between the copies of a value; None if values differ and none of them was gathered."""
 
 
 def summarize(directory: str | os.PathLike[str]) -> Summary:
@@ -42,7 +46,7 @@ def summarize_events(run: RunEvents) -> Summary:
     starts = [_last(events, "start") for events in run.groups.values()]
     statuses = [_last(events, "status") for events in run.groups.values()]
     findings = merged_findings(run)
-    steps = max((len(_steps(events)) + _steps_thinned(events) for events in run.groups.values()), default=0)
+    steps = max((_count(events, _steps(events)) for events in run.groups.values()), default=0)
     return Summary(
         verdict=_verdict(findings, steps),
         steps_checked=steps,
@@ -56,6 +60,16 @@ def summarize_events(run: RunEvents) -> Summary:
         groups=tuple(run.groups),
         aborted_at=_aborted_at(run),
     )
+
+
+def equal_copies(finding: Finding) -> bool:
+    """True for a double reduction of copies that agree: the one fault that no comparison can see.
+
+    A `max_abs` of 0 alone does not say so: copies that differ may be too large to be measured, but have camps.
+    """
+    said = (finding.evidence, *finding.evidence.get("by_group", {}).values())
+    parted = any(f"camps_{point}" in facts for facts in said for point in ("param", "grad_post"))
+    return finding.kind == "double-reduce" and finding.max_abs == 0.0 and not parted
 
 
 def fails(summary: Summary, level: Severity) -> bool:
@@ -72,13 +86,29 @@ def timeline(run: RunEvents) -> tuple[StepRow, ...]:
         step, seen = event["step"], event.get("differing", {})
         old = rows.get(step, StepRow(step, {}, 0.0, 0.0))
         points = {**old.differing, **seen}
+        max_abs, max_rel = _measured(event)
         rows[step] = StepRow(
             step,
             {point: max(seen.get(point, 0), old.differing.get(point, 0)) for point in points},
-            max(old.max_abs, _number(event.get("max_abs", 0.0))),
-            max(old.max_rel, _number(event.get("max_rel", 0.0))),
+            largest((old.max_abs, max_abs)),
+            largest((old.max_rel, max_rel)),
         )
     return tuple(rows[step] for step in sorted(rows))
+
+
+def _measured(check: Event) -> tuple[float | None, float | None]:
+    """`max_abs` and `max_rel` of a check, or None for both.
+
+    A check writes 0 where values are equal and where they differ and it gathered none of them.
+    """
+    measures = _number(check.get("max_abs", 0.0)), _number(check.get("max_rel", 0.0))
+    return measures if any(measures) or not check.get("differing", {}).get("param") else (None, None)
+
+
+def largest(measures: Iterable[float | None]) -> float | None:
+    """The largest of several measures; None if one was not taken and the others are 0, which says nothing about it."""
+    several = list(measures)
+    return max(filter(None, several), default=None if None in several else 0.0)
 
 
 # ------------------------------------------------------------------------------------ findings
@@ -154,9 +184,11 @@ def _steps(events: Iterable[Event]) -> set[int]:
     return {e["step"] for e in events if e["event"] == "check" and not e.get("skipped")}
 
 
-def _steps_thinned(events: Iterable[Event]) -> int:
-    """Steps whose checks were taken out of the early parts of a long event file."""
-    return sum(e.get("steps", 0) for e in events if e["event"] == THINNED)
+def _count(events: Iterable[Event], steps: set[int]) -> int:
+    """Distinct steps: `steps`, and those whose checks were taken out of the early parts of a long event file."""
+    marks = [e for e in events if e["event"] == THINNED]
+    unnamed: int = sum(mark.get("steps", 0) for mark in marks if "runs" not in mark)
+    return len(steps.union(*map(steps_thinned, marks))) + unnamed
 
 
 def overhead(checks: Sequence[Event]) -> dict[str, float]:
@@ -211,7 +243,7 @@ def _notes(run: RunEvents) -> tuple[str, ...]:
     for group, events in run.groups.items():
         if events and events[-1]["event"] not in ("end", "abort"):
             notes.append(f"{group}: no orderly end (it failed, was killed, or is still running)")
-        if thinned := _steps_thinned(events):
+        if thinned := _count(events, set()):
             notes.append(
                 f"{group}: the checks of {thinned} early steps are no longer in the event files, only their findings"
             )

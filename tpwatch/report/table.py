@@ -7,6 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tpwatch.errors import printable
+
+NOT_MEASURED = "-"
+"""In a table, where there is no number."""
+
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
     """Lines of a left-aligned table with a rule below the headers."""
@@ -14,13 +19,6 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "
     widths = [max(map(len, column)) for column in zip(headers, *cells, strict=True)]
     lines = [headers, ["-" * width for width in widths], *cells]
     return [indent + _row(line, widths) for line in lines]
-
-
-def printable(text: str) -> str:
-    """`text` with control and other unprintable characters escaped: names come from anywhere."""
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def some(names: Sequence[str], limit: int = 6) -> str:
@@ -34,5 +32,13 @@ def number(value: float) -> str:
     return f"{value:.4g}"
 
 
+def measure(value: float | None) -> str:
+    """`number`, or `NOT_MEASURED` where there is none: no 0, which would claim that copies are equal."""
+    return NOT_MEASURED if value is None else number(value)
+
+
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+__all__ = ["NOT_MEASURED", "measure", "number", "printable", "some", "table"]

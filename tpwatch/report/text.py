@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from tpwatch.records import Finding, Summary
-from tpwatch.report.summary import StepRow
-from tpwatch.report.table import number, printable, some, table
+from tpwatch.report.summary import UNMEASURED, StepRow, equal_copies
+from tpwatch.report.table import NOT_MEASURED, measure, number, printable, some, table
 
 RED, YELLOW, GREEN, BOLD, RESET = "\033[31m", "\033[33m", "\033[32m", "\033[1m", "\033[0m"
 COLOURS = {
@@ -91,7 +91,7 @@ def _facts(finding: Finding) -> Iterator[str]:
     )
     if finding.ratio is not None:
         yield f"gradient norm after / before the reduction: {number(finding.ratio)}"
-    if finding.kind == "double-reduce" and finding.max_abs == 0.0:
+    if equal_copies(finding):
         yield "copies: equal on all ranks, max abs difference 0. That is the point of this finding:"
         yield "        comparing copies cannot see it, only the step from before to after can"
     elif finding.max_abs > 0.0:
@@ -147,8 +147,8 @@ def _timeline(summary: Summary, steps: Sequence[StepRow]) -> list[str]:
         (
             str(row.step),
             *(str(row.differing.get(point, 0)) for point in ("param", "grad_pre", "grad_post")),
-            number(row.max_abs),
-            number(row.max_rel),
+            measure(row.max_abs),
+            measure(row.max_rel),
         )
         for row in steps
     ]
@@ -156,7 +156,8 @@ def _timeline(summary: Summary, steps: Sequence[StepRow]) -> list[str]:
         rows = [*rows[:EDGE_ROWS], ("...",) * 6, *rows[-EDGE_ROWS:]]
     headers = ("step", "values differ", "gradients before", "after", "max abs", "max rel")
     heading = "Replicas not bit-identical, per step (partial gradients differ before by design)"
-    return ["", heading, *table(headers, rows, "  ")]
+    unknown = [f"  {NOT_MEASURED}: {UNMEASURED}"] if any(NOT_MEASURED in row for row in rows) else []
+    return ["", heading, *table(headers, rows, "  "), *unknown]
 
 
 def _not_claimed(summary: Summary) -> list[str]:

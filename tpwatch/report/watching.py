@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from tpwatch.export.rotation import event_files
 from tpwatch.records import Finding, Summary
 from tpwatch.report.events import RunEvents, read_events
-from tpwatch.report.live import ROWS_SHOWN, Lines
+from tpwatch.report.live import ROWS_SHOWN, Lines, size
 from tpwatch.report.summary import StepRow, summarize_events, timeline
 from tpwatch.report.table import number, printable
 
@@ -89,7 +89,7 @@ def step_line(state: State, now: float) -> str:
     values, gradients = row.differing.get("param", 0), row.differing.get("grad_post", 0)
     return (
         f"step {row.step}: {values} values and {gradients} reduced gradients differ,"
-        f" max abs {number(row.max_abs)}{_ago(state, now)}"
+        f" max abs {size(row)}{_ago(state, now)}"
     )
 
 

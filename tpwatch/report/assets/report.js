@@ -192,7 +192,7 @@ function timeline() {
 
   function show(index) {
     at = Math.max(0, Math.min(steps.length - 1, index));
-    const [step, values, gradients, abs, rel] = steps[at].map((value) => (value === null ? "not finite" : value));
+    const [step, values, gradients, abs, rel] = steps[at].map((value) => (value === null ? "not measured" : value));
     const x = last > first ? (1000 * (step - first)) / (last - first) : 500;
     cursors.forEach((cursor) => cursor.setAttribute("d", `M${x} 0V100`));
     readout.textContent =
