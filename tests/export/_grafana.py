@@ -31,18 +31,18 @@ def panels(dashboard: Dashboard) -> list[Mapping[str, Any]]:
     return [panel for panel in dashboard["panels"] if panel["type"] != "row"]
 
 
-def questions(dashboard: Dashboard) -> Iterator[Question]:
-    """All queries of panels and annotations."""
+def questions(dashboard: Dashboard, *, marks: bool = True) -> Iterator[Question]:
+    """All queries of panels and, unless without `marks`, of annotations."""
     for panel in panels(dashboard):
         for target in panel.get("targets", []):
             yield Question(f"{panel['title']} {target['refId']}", target["expr"], bool(target.get("instant")))
-    for event in dashboard["annotations"]["list"]:
+    for event in dashboard["annotations"]["list"] if marks else ():
         yield Question(event["name"], event["expr"], now=False)
 
 
-def filled_in(text: str, run: str = "r", group: str = ".*", window: str = "1m") -> str:
+def filled_in(text: str, run: str = "r", group: str = ".*", stage: str = ".*", window: str = "1m") -> str:
     """A query with Grafana's variables replaced, as Grafana does."""
-    values = {"$__rate_interval": window, "$__range": "10m", "$run": run, "$group": group}
+    values = {"$__rate_interval": window, "$__range": "10m", "$run": run, "$group": group, "$stage": stage}
     for name, value in values.items():
         text = text.replace(name, value)
     return text

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,12 @@ from tests.export._servers import ALERTS
 
 ROOT = ALERTS.parents[1]
 RULES: list[dict[str, Any]] = [
-    rule for group in yaml.safe_load((ALERTS / "tpwatch.rules.yaml").read_text())["groups"] for rule in group["rules"]
+    rule
+    for group in yaml.safe_load((ALERTS / "tpwatch.rules.yaml").read_text())["groups"]
+    for rule in group["rules"]
+    if "alert" in rule
 ]
+DOCUMENT = ROOT / "docs" / "observability.md"
 
 COMMANDS = {
     "rules": ["promtool", "check", "rules", "--lint=all", "--lint-fatal", "tpwatch.rules.yaml"],
@@ -49,7 +55,7 @@ def test_every_alert_is_tested_both_ways() -> None:
     cases = [
         c
         for t in yaml.safe_load((ALERTS / "tpwatch.rules_test.yaml").read_text())["tests"]
-        for c in t["alert_rule_test"]
+        for c in t.get("alert_rule_test", ())
     ]
     names = {rule["alert"] for rule in RULES}
     assert {case["alertname"] for case in cases if case["exp_alerts"]} == names
@@ -66,6 +72,16 @@ def test_every_alert_tells_what_to_do(rule: dict[str, Any]) -> None:
     assert anchor in anchors(ROOT / path)
 
 
+def test_runbook_links_can_be_made_absolute(tmp_path: Path) -> None:
+    """By the command that the documentation shows, in all rules and in nothing else."""
+    (command,) = re.findall(r"^sed .* (?=tpwatch\.rules\.yaml$)", DOCUMENT.read_text(), re.MULTILINE)
+    shutil.copy(ALERTS / "tpwatch.rules.yaml", tmp_path)
+    subprocess.run([*shlex.split(command), "tpwatch.rules.yaml"], cwd=tmp_path, check=True)
+    written = (tmp_path / "tpwatch.rules.yaml").read_text()
+    assert len(re.findall(r"runbook_url: https://\S+/docs/\w+\.md#", written)) == len(RULES)
+    assert re.sub(r"https://\S+/(?=docs/)", "", written) == (ALERTS / "tpwatch.rules.yaml").read_text()
+
+
 def anchors(path: Path) -> set[str]:
     """Anchors of the headings of a Markdown file, as forges make them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
@@ -74,6 +90,6 @@ def anchors(path: Path) -> set[str]:
 
 def test_the_documentation_lists_the_alerts() -> None:
     """Name and severity of each, in order."""
-    text = (ROOT / "docs" / "observability.md").read_text()
+    text = DOCUMENT.read_text()
     rows = re.findall(r"^\| `(Tpwatch\w+)` \| (\w+) \|", text, re.MULTILINE)
     assert rows == [(rule["alert"], rule["labels"]["severity"]) for rule in RULES]

@@ -57,7 +57,7 @@ def test_colours_change_where_alerts_fire(title: str, alert: str) -> None:
         for group in yaml.safe_load((ALERTS / "tpwatch.rules.yaml").read_text())["groups"]
         for rule in group["rules"]
     ]
-    (expr,) = (rule["expr"] for rule in rules if rule["alert"] == alert)
+    (expr,) = (rule["expr"] for rule in rules if rule.get("alert") == alert)
     (limit,) = re.findall(r" > ([\d.]+)", expr)
     (panel,) = (panel for panel in panels(OVERVIEW) if panel["title"] == title)
     steps = panel["fieldConfig"]["defaults"]["thresholds"]["steps"]

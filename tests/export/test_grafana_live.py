@@ -104,7 +104,7 @@ def test_a_run_that_is_gone_is_not_watched(asked: Asked) -> None:
 
 def last(series: Series, label: str) -> dict[str, float]:
     """What a number panel shows of each series, named by a label."""
-    return {one["metric"][label]: float(one["values"][-1][1]) for one in series}
+    return {one["metric"][label]: float(one["value"][1]) for one in series}
 
 
 def test_the_first_row_tells_the_truth(asked: Asked) -> None:
@@ -134,9 +134,15 @@ def test_nothing_else_is_shown(asked: Asked, chosen: dict[str, str]) -> None:
     assert [name for name, question in QUESTIONS.items() if ask(asked.stack, question, asked.since, **chosen)] == []
 
 
+def test_no_other_stage_is_shown(asked: Asked) -> None:
+    """With another pipeline stage chosen no panel of the groups' dashboard finds this one."""
+    panels = list(questions(DASHBOARDS["tpwatch-groups"], marks=False))
+    assert [q.where for q in panels if ask(asked.stack, q, asked.since, run=RUN, stage="1")] == []
+
+
 @pytest.mark.parametrize("dashboard", DASHBOARDS.values(), ids=DASHBOARDS)
 def test_the_choices_are_there(asked: Asked, dashboard: Mapping[str, Any]) -> None:
-    """The variables list this run and its replica group."""
+    """The variables list this run, its pipeline stage as Megatron-core says it, and its replica group."""
     choices = {}
     for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
@@ -144,4 +150,5 @@ def test_the_choices_are_there(asked: Asked, dashboard: Mapping[str, Any]) -> No
             selector, label = filled_in(parts[0], run=RUN), parts[1]
             found = asked.stack._api("series", **{"match[]": selector, "start": asked.since})
             choices[variable["name"]] = {labels[label] for labels in found}
-    assert choices == {"run": {RUN}, "group": {"tp-0"}}
+    stages = {"stage": {"0"}} if dashboard["uid"] == "tpwatch-groups" else {}
+    assert choices == {"run": {RUN}, **stages, "group": {"tp-0"}}

@@ -28,6 +28,8 @@ UNITS = {"none", "short", "sci", "s", "percentunit", "cps"}
 SELECTOR = re.compile(r"\b([a-zA-Z_:][\w:]*)\{([^}]*)\}(\[[^\]]*\])?")
 """Metric, matchers, range."""
 
+LABEL_VALUES = r"label_values\((\w+)(\{.*\})?, (\w+)\)"
+
 SAMPLES: dict[str, Metric] = {
     metric.name + suffix: metric
     for metric in METRICS
@@ -118,11 +120,20 @@ def template_on_time_change_reload(dashboard: Dashboard) -> bool:
 
 
 def template_label_promql(dashboard: Dashboard) -> bool:
-    """Choices are values of a label of a metric that is exported."""
-    found = [
-        re.fullmatch(r"label_values\((\w+)(?:\{.*\})?, (\w+)\)", v["query"]) for v in variables(dashboard, "query")
-    ]
-    return [match and (match[1] in SAMPLES, match[2]) for match in found] == [(True, "run"), (True, "group")]
+    """Choices are values of a label of a metric that is exported; of a choice before it only those that fit."""
+    found = {v["name"]: re.fullmatch(LABEL_VALUES, v["query"]) for v in variables(dashboard, "query")}
+    if not all(match and match[1] in SAMPLES and match[3] == name for name, match in found.items()):
+        return False
+    fit = {name: set(re.findall(r"\$(\w+)", match[2] or "")) for name, match in found.items() if match}
+    names = list(fit)
+    return names[0] == "run" and all(fit[name] == set(names[:place]) for place, name in enumerate(names))
+
+
+def template_choices_filter(dashboard: Dashboard) -> bool:
+    """What can be chosen is used: where there is a choice of stages every panel is of those chosen."""
+    chosen = {v["name"] for v in variables(dashboard, "query")}
+    asked = [question.expr for question in questions(dashboard, marks=False)]
+    return all(f"${name}" in expr for expr in asked for name in chosen)
 
 
 def template_uneditable(dashboard: Dashboard) -> bool:
@@ -140,7 +151,7 @@ def exported(expr: str) -> bool:
     chosen = {match[1] for match in SELECTOR.finditer(expr)}
     if not set(re.findall(r"\btpwatch_\w+", expr)) == chosen <= set(SAMPLES):
         return False
-    return used_labels(expr) <= {"run", "le"}.union(*(SAMPLES[name].labels for name in chosen))
+    return used_labels(expr) <= {"run", "instance", "le"}.union(*(SAMPLES[name].labels for name in chosen))
 
 
 def used_labels(expr: str) -> set[str]:
@@ -209,6 +220,8 @@ BREAKS: list[tuple[Callable[[Dashboard], bool], tuple[str | int, ...], Any]] = [
     (template_on_time_change_reload, (*TEMPLATES, 1, "refresh"), 1),
     (template_label_promql, (*TEMPLATES, 1, "query"), "label_values(up, run)"),
     (template_label_promql, (*TEMPLATES, 2, "query"), "tpwatch_build_info"),
+    (template_label_promql, (*TEMPLATES, 2, "query"), "label_values(tpwatch_build_info, group)"),
+    (template_choices_filter, (*TEMPLATES, 2, "name"), "stage"),
     (template_uneditable, ("editable",), True),
     (metrics_of_the_catalogue, (*TARGET, "expr"), 'node_load1{run="$run"}'),
     (metrics_of_the_catalogue, (*TARGET, "expr"), 'tpwatch_drift{run="$run"}'),

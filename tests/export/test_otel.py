@@ -155,7 +155,7 @@ class Run:
         self.sink = OtelSink(Place(config, directory / "run-1", "tp-0", Health({"otel": Loss()})))
         self.log = RunLog(directory / "run-1", "tp-0", "x", lambda line: self.sink.write(json.loads(line)))
         versions = {"tpwatch": "1.2", "torch": "2.13", "megatron_core": "0.16.1"}
-        self.log.start(plan("a", "b"), 0, Config(), fingerprint={"name": "native"}, versions=versions)
+        self.log.start(plan("a", "b"), 0, Config(), fingerprint={"name": "native"}, versions=versions, stage="1")
 
     def story(self) -> None:
         """Two checks, a finding, a status: every metric gets a sample."""
@@ -238,7 +238,7 @@ def test_values_are_those_of_the_events(start: Start) -> None:
     assert values(there.latest["tpwatch_not_exercised_replicas"]) == {(): 1}
     (info,) = there.latest["tpwatch_build_info"].gauge.data_points
     assert attributes(info.attributes) == {
-        "group": "tp-0", "version": "1.2", "torch": "2.13", "framework": "megatron_core 0.16.1",
+        "group": "tp-0", "stage": "1", "version": "1.2", "torch": "2.13", "framework": "megatron_core 0.16.1",
         "fingerprint": "native", "ranks": "2", "config": Config().digest(),
     }  # fmt: skip
 
@@ -279,6 +279,18 @@ def test_metrics_go_on_while_training_hangs(start: Start) -> None:
         run.log.check(step_report(1))
         wait_until(lambda: len(there.metrics) > 3, "four exports", time.monotonic() + 10)
         assert values(there.latest["tpwatch_last_check_step"]) == {(): 1}
+        run.close()
+
+
+def test_what_stopped_a_run_is_sent_before_anything_is_closed(start: Start) -> None:
+    """Whoever raises the fault may close nothing."""
+    with collector() as there:
+        run = start(endpoint=there.url)
+        run.story()
+        assert there.metrics == []
+        run.log.abort(2)
+        assert values(there.latest["tpwatch_aborts"]) == {(): 1}
+        assert [record.event_name for record in there.records] == ["tpwatch.finding"]
         run.close()
 
 

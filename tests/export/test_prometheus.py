@@ -79,6 +79,11 @@ def of(name: str, **labels: str) -> Value:
     return (name, frozenset({"group": "tp-0", **labels}.items()))
 
 
+def names(directory: Path) -> list[str]:
+    """Files, the digest of the run directory aside."""
+    return sorted(re.sub(r"\.[0-9a-f]{8}\.", ".*.", path.name) for path in directory.iterdir())
+
+
 # ---------------------------------------------------------------------------------------- scraping
 
 
@@ -202,7 +207,7 @@ def test_without_a_free_port_there_is_a_warning_and_the_rest_goes_on(
     assert "metrics of tp-0 are not served" in caplog.text
     assert "prometheus.ports" in caplog.text
     run.story()
-    assert (tmp_path / "text" / "run-1.tp-0.prom").exists()
+    assert names(tmp_path / "text") == ["run-1.tp-0.*.prom"]
 
 
 def test_only_this_machine_can_scrape_by_default(start: Start) -> None:
@@ -290,13 +295,58 @@ def test_a_target_file_names_the_exporter_while_it_runs(start: Start, tmp_path: 
     """In the form of `file_sd_configs`, one file a leader, gone after an orderly end."""
     targets = tmp_path / "targets"
     runs = [start(group=group, file_sd=str(targets)) for group in ("tp-0", "tp-2")]
-    files = {path.name: json.loads(path.read_text()) for path in targets.iterdir()}
-    assert files == {
-        f"run-1.{group}.json": [{"targets": [urlsplit(run.sink.url).netloc], "labels": {"run": "run-1"}}]
-        for group, run in zip(("tp-0", "tp-2"), runs, strict=True)
-    }
+    assert names(targets) == ["run-1.tp-0.*.json", "run-1.tp-2.*.json"]
+    assert [json.loads(path.read_text()) for path in sorted(targets.iterdir())] == [
+        [{"targets": [urlsplit(run.sink.url).netloc], "labels": {"run": "run-1"}}] for run in runs
+    ]
     runs[0].sink.close()
-    assert [path.name for path in targets.iterdir()] == ["run-1.tp-2.json"]
+    assert names(targets) == ["run-1.tp-2.*.json"]
+
+
+def test_runs_of_one_name_do_not_share_files(start: Start, tmp_path: Path) -> None:
+    """`--out runs/today` in two projects: a target and a textfile each, which go with their own run."""
+    shared = {"file_sd": str(tmp_path / "targets"), "textfile": str(tmp_path / "text")}
+    one, other = (start(f"{project}/runs/today", **shared) for project in ("a", "b"))
+    for run in (one, other):
+        run.story()
+    assert names(tmp_path / "targets") == ["today.tp-0.*.json"] * 2
+    assert names(tmp_path / "text") == ["today.tp-0.*.prom"] * 2
+    one.sink.close()
+    ((target,),) = (json.loads(path.read_text()) for path in (tmp_path / "targets").iterdir())
+    assert target == {"targets": [urlsplit(other.sink.url).netloc], "labels": {"run": "today"}}
+    assert names(tmp_path / "text") == ["today.tp-0.*.prom"]
+
+
+def test_a_start_that_closes_late_leaves_the_files_of_its_successor(start: Start, tmp_path: Path) -> None:
+    """The same run directory, by whatever path, has the same files; who wrote them last takes them back."""
+    (tmp_path / "link").symlink_to(tmp_path)
+    shared = {"file_sd": str(tmp_path / "targets"), "textfile": str(tmp_path / "text")}
+    old, new = start(**shared), start("link/run-1", **shared)
+    old.story()
+    new.story()
+    assert names(tmp_path / "targets") + names(tmp_path / "text") == ["run-1.tp-0.*.json", "run-1.tp-0.*.prom"]
+    old.sink.close()
+    (target,) = json.loads(next((tmp_path / "targets").iterdir()).read_text())
+    assert target["targets"] == [urlsplit(new.sink.url).netloc]
+    assert names(tmp_path / "text") == ["run-1.tp-0.*.prom"]
+    new.sink.close()
+    assert names(tmp_path / "targets") == names(tmp_path / "text") == []
+
+
+def test_a_target_that_a_killed_run_has_left_is_not_taken_for_ours(start: Start, tmp_path: Path) -> None:
+    """At the address that is ours now. Files of other addresses, or of other writers, stay."""
+    targets, port = tmp_path / "targets", free_port()
+    targets.mkdir()
+    left = {
+        "killed.tp-0.0123abcd.json": port,
+        "killed.tp-2.0123abcd.json": port + 1,
+        "by-hand.json": port,
+    }
+    for name, of_port in left.items():
+        told = [{"targets": [f"127.0.0.1:{of_port}"], "labels": {"run": "killed"}}]
+        (targets / name).write_text(json.dumps(told) + "\n")
+    start(port=port, ports=1, file_sd=str(targets))
+    assert names(targets) == ["by-hand.json", "killed.tp-2.*.json", "run-1.tp-0.*.json"]
 
 
 def test_a_target_file_says_https(start: Start, tmp_path: Path, certificate: tuple[str, str]) -> None:
@@ -312,7 +362,7 @@ def test_the_textfile_holds_what_a_scrape_would_show(start: Start, tmp_path: Pat
     run = start(http=False, textfile=str(tmp_path / "text"))
     run.story()
     (path,) = (tmp_path / "text").iterdir()
-    assert path.name == "run-1.tp-0.prom"
+    assert names(tmp_path / "text") == ["run-1.tp-0.*.prom"]
     seen = values(path.read_text())
     assert seen[of("tpwatch_last_check_step", run="run-1")] == 2
     assert {dict(labels)["run"] for _, labels in seen} == {"run-1"}
@@ -354,6 +404,17 @@ def test_the_last_state_is_pushed_at_the_end(start: Start) -> None:
     assert method == "PUT"
     assert path == "/metrics/job/tpwatch/group/tp-0/run/run-1"
     assert values(body.decode())[of("tpwatch_watching")] == 0
+
+
+def test_what_stopped_a_run_is_pushed_before_anything_is_closed(start: Start) -> None:
+    """Whoever raises the fault may close nothing."""
+    with receiver() as gateway:
+        run = start(http=False, push_gateway=gateway.url)
+        run.story()
+        run.log.abort(2)
+        ((_, _, body),) = gateway.got
+        assert values(body.decode())[of("tpwatch_aborts_total")] == 1
+        run.sink.close()
 
 
 def test_a_gateway_that_is_not_there_costs_the_push_alone(start: Start, tmp_path: Path) -> None:

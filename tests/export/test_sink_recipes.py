@@ -216,13 +216,14 @@ def real(directory: Path) -> dict[str, dict[str, Any]]:
     lines: list[str] = []
     log = RunLog(directory, "tp-0", "1-4242", lines.append)
     facts: dict[str, Any] = {"fingerprint": {"name": "native", "reason": "CPU"}, "versions": {"torch": "2"}}
+    facts["stage"] = "0"
     log.start(plan("a", "b", not_watched=(("c", "sharded"),)), 0, Config(), **facts)
     phases = {"fingerprint": 1e-3, "exchange": 1e-3, "diagnose": 1e-3}
     log.check(step_report(1, phases=phases, ratio_lo=1.0, ratio_hi=1.5))
     log.finding(3, finding())
     log.status(3, [], [])
     log.note(3, "slow")
-    view = JobView(3, stop=False, save=False, groups_stopping=0, counts={"drift": 2}, ratio=2.0, max_abs=0.03)
+    view = JobView(3, stop=False, save=False, now=False, counts={"drift": 2}, ratio=2.0, max_abs=0.03)
     log.job(3, view.to_json())
     log.abort(3)
     log.end(3)

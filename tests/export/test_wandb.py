@@ -43,7 +43,7 @@ class Watched:
         """The watch begins."""
         config = Config(wandb=Wandb(enabled=True, **knobs))
         self.directory = directory / "run"
-        self.sink = WandbSink(Place(config, self.directory, "tp-2"))
+        self.sink = WandbSink(Place(config, self.directory, "tp-2", rank=2))
         self.say = Events("1-1", lambda _event, line: self.sink.write(json.loads(line)))
         self.say.start(plan("a", "b", first_rank=2), 0, config)
 
@@ -335,13 +335,13 @@ def test_a_run_that_is_finished_first_is_left_alone(
 
 
 def test_a_process_without_a_run_gets_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It names the knob that says which rank has the run."""
+    """It names that rank, and the knob that says which one has the run."""
     watched = Watched(tmp_path, rank=-2)
     watched.say.finding(1, finding())
     watched.job(1, double_reduce=1)
     watched.close()
     (record,) = caplog.records
-    assert "no run was open in the process of rank -2 (wandb.rank)" in record.getMessage()
+    assert "no run was open in the process of rank 2 (wandb.rank)" in record.getMessage()
 
 
 def test_a_run_that_refuses_costs_only_its_own_events(

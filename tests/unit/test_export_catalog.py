@@ -12,7 +12,7 @@ from tpwatch.export.catalog import METRICS, Metric
 ROOT = Path(__file__).parents[2]
 BOUNDED = {
     "group", "kind", "point", "phase", "purpose", "result", "role", "exporter",
-    "version", "torch", "framework", "fingerprint", "ranks", "config",
+    "stage", "version", "torch", "framework", "fingerprint", "ranks", "config",
 }  # fmt: skip
 """Labels whose values come from a closed list, or are constants of a process."""
 

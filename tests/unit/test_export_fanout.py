@@ -284,3 +284,39 @@ def test_sinks_get_what_the_event_file_gets(place: Place, tmp_path: Path) -> Non
     fanout.close()
     assert good.events[:2] == [json.loads(line) for line in log.path.read_text().splitlines()]
     assert steps(good) == [1, 2, 3]
+
+
+def test_flushing_waits_until_every_sink_has_what_was_handed_over(place: Place) -> None:
+    """Also a slow one; both go on afterwards."""
+
+    class Slow(Keeps):
+        def write(self, event: Mapping[str, Any]) -> None:
+            time.sleep(0.02)
+            super().write(event)
+
+    slow, good = Slow(), Keeps()
+    fanout = fan(place, {"slow": slow, "good": good})
+    hand_over(fanout)
+    fanout.flush()
+    assert steps(slow) == steps(good) == list(range(1, EVENTS + 1))
+    hand_over(fanout, 1)
+    fanout.close()
+    assert steps(slow) == steps(good) == [*range(1, EVENTS + 1), 1]
+    assert place.health.losses == {"slow": Loss(), "good": Loss()}
+
+
+def test_flushing_waits_for_a_stuck_sink_no_longer_than_its_patience(place: Place, gate: threading.Event) -> None:
+    """For several together, and the neighbours have everything; one that was never built is not waited for."""
+
+    def build(_place: Place) -> Sink:
+        raise ImportError
+
+    stuck = {f"stuck{i}": (lambda _place: Waits(gate)) for i in range(4)}
+    good = Keeps()
+    fanout = Fanout({**stuck, "good": lambda _place: good, "bad": build}, place)
+    hand_over(fanout)
+    began = time.monotonic()
+    fanout.flush(patience=0.5)
+    assert 0.5 <= time.monotonic() - began < 1.5
+    assert len(good.events) == EVENTS
+    assert place.health.losses["bad"].errors == 1 + EVENTS

@@ -44,7 +44,7 @@ def documented_sink() -> str:
 def feed(place: Place) -> None:
     """Send a run of two events to every sink that the configuration of the place asks for."""
     fanout = Fanout(chosen(place.config), place)
-    for event in ({"event": "check", "step": 3, "max_abs": 0.5}, {"event": "end", "step": 3}):
+    for event in ({"event": "check", "step": 3, "differing": {"param": 2}}, {"event": "end", "step": 3}):
         fanout.hand_over(json.dumps(event))
     fanout.close()
 
@@ -62,7 +62,7 @@ def test_the_documented_sink_works_as_an_entry_point(install: Install, tmp_path:
     install(source, "my-tracker = my_sink:MySink")
     place = Place(Config(sinks=("my-tracker",)), tmp_path, "tp-0")
     feed(place)
-    assert (tmp_path / "spread.tp-0.csv").read_text() == "3,0.5\n"
+    assert (tmp_path / "differing.tp-0.csv").read_text() == "3,2\n"
     assert place.health.losses["my-tracker"].errors == 0
 
 
@@ -70,7 +70,7 @@ def test_a_sink_may_be_named_by_its_path(install: Install, tmp_path: Path) -> No
     """`module:factory` needs no entry point."""
     install(documented_sink(), "unused = my_sink:MySink")
     feed(Place(Config(sinks=("my_sink:MySink",)), tmp_path, "tp-0"))
-    assert (tmp_path / "spread.tp-0.csv").exists()
+    assert (tmp_path / "differing.tp-0.csv").exists()
 
 
 def test_a_sink_that_does_not_exist_is_an_error_that_names_those_that_do(install: Install, tmp_path: Path) -> None:
@@ -82,5 +82,5 @@ def test_a_sink_that_does_not_exist_is_an_error_that_names_those_that_do(install
 
 
 def test_a_place_has_a_name_for_files_side_by_side(tmp_path: Path) -> None:
-    """Run and group, so that neither two groups nor two runs meet."""
+    """Run and group."""
     assert Place(Config(), tmp_path / "run-7", "tp-4").name == "run-7.tp-4"

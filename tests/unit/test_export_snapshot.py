@@ -12,7 +12,7 @@ import pytest
 from tests.unit._samples import finding, plan, step_report
 from tpwatch.config import Config
 from tpwatch.export import Health
-from tpwatch.export.catalog import CHECK_DURATION, FAULTY, METRICS, OTHER
+from tpwatch.export.catalog import BUILD_INFO, CHECK_DURATION, FAULTY, METRICS, OTHER
 from tpwatch.export.jsonl import RunLog, event_file
 from tpwatch.export.sinks import Loss
 from tpwatch.export.snapshot import EXEMPLAR_CHARACTERS, Exemplar, Numbers, Sample, Series
@@ -28,7 +28,7 @@ class Run:
         self.log = RunLog(directory, "tp-0", "x", lambda line: self.numbers.fold(json.loads(line)))
         versions = {"tpwatch": "1.2", "torch": "2.13", "python": "3.11", "megatron_core": "0.16.1"}
         facts: dict[str, Any] = {"fingerprint": {"name": "native", "reason": "CPU"}, "versions": versions}
-        self.log.start(plan("a", "b"), 0, Config(), **facts)
+        self.log.start(plan("a", "b"), 0, Config(), stage="1", **facts)
 
     def check(self, step: int, **changes: Any) -> None:
         """One checked step."""
@@ -58,12 +58,20 @@ def run(tmp_path: Path) -> Run:
 
 
 def test_a_start_says_what_is_watched(run: Run) -> None:
-    """Versions and size of the group are facts of one series."""
+    """Pipeline stage, versions and size of the group are facts of one series."""
     (facts,) = run.samples("tpwatch_build_info")
-    assert facts == ("1.2", "2.13", "megatron_core 0.16.1", "native", "2", Config().digest())
+    assert facts == ("1", "1.2", "2.13", "megatron_core 0.16.1", "native", "2", Config().digest())
     assert run.value("tpwatch_watched_replicas") == 2
     assert run.value("tpwatch_watching") == 1
     assert run.value("tpwatch_start_timestamp_seconds") > 1e9
+
+
+def test_a_stage_that_nobody_says_is_empty(tmp_path: Path) -> None:
+    """So it is where the framework has none, and in event files from before there was one."""
+    numbers = Numbers("tp-0", Health())
+    RunLog(tmp_path, "tp-0", "x", lambda line: numbers.fold(json.loads(line))).start(plan("a"), 0, Config())
+    (info,) = numbers.samples(BUILD_INFO)
+    assert dict(zip(BUILD_INFO.labels, info.labels, strict=True))["stage"] == ""
 
 
 def test_every_kind_of_fault_is_zero_from_the_start(run: Run) -> None:

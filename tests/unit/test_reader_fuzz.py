@@ -75,6 +75,7 @@ def sample_events() -> list[dict[str, Any]]:
         log.close()
         lines = event_file(directory, "tp-0").read_text().splitlines()
     thinned = {"schema": 1, "event": "thinned", "step": 9, "steps": 9, "lines": 9, "incarnation": "first"}
+    thinned["runs"] = [[1, 7, 1], [8, 9, 1]]
     return [*map(json.loads, lines), thinned]
 
 
@@ -222,6 +223,12 @@ UNREADABLE = {
     "a negative amount": spoil("check", max_abs=-1.0),
     "counts that are text": spoil("check", differing={"param": "many"}),
     "names that are numbers": spoil("start", names=[1, 2]),
+    "steps beyond all bounds": spoil("thinned", runs=[[0, 2**52, 1]]),
+    "steps beyond all bounds, bit by bit": spoil("thinned", runs=[[0, 2**16, 1]] * 3),
+    "steps that go backwards": spoil("thinned", runs=[[5, 1, 1]]),
+    "steps that stay where they are": spoil("thinned", runs=[[1, 5, 0]]),
+    "steps without a stride": spoil("thinned", runs=[[1, 5]]),
+    "steps that are text": spoil("thinned", runs=["1-5"]),
     "a list that is text": spoil("status", unverified="abc"),
     "ranks that are text": spoil_finding(ranks=["0"]),
     "an end before its beginning": spoil_finding(first_step=7, last_step=3),

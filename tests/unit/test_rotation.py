@@ -13,7 +13,7 @@ from tests.unit._samples import finding, plan, step_report
 from tpwatch.cli import main
 from tpwatch.config import Config
 from tpwatch.export.jsonl import RunLog, event_file, write_meta
-from tpwatch.export.rotation import PARTS_KEPT, THINNED, event_files, part_file
+from tpwatch.export.rotation import PARTS_KEPT, THINNED, event_files, part_file, thinned
 from tpwatch.records import SCHEMA
 from tpwatch.report import events as reader
 from tpwatch.report.events import read_events
@@ -120,6 +120,53 @@ def test_a_thinned_part_says_what_it_lacks(tmp_path: Path) -> None:
     assert mark["steps"] == mark["step"] - 1
     assert [line["event"] for line in lines[1:]] == ["start", "status"]
     assert lines[-1]["not_exercised"] == ["b"]
+
+
+CADENCES = {
+    "every": [[step] for step in range(1, 121)],
+    "calls": [[step] * 3 for step in range(1, 61)],
+    "tenth": [[step] for step in (*range(1, 11), *range(20, 900, 10))],
+    "odd": [[step] for step in sorted({step * step % 997 for step in range(1, 200)})],
+    "restart": [[step] for step in (*range(1, 80), *range(40, 120))],
+    "sparse": [[step] for step in (*range(0, 300, 4), *range(102, 400, 6))],
+}
+"""Steps of the checks of a run, call by call: at each interval, with several calls, from an earlier step once more."""
+
+
+@pytest.mark.parametrize("size", range(900, 2400, 250))
+@pytest.mark.parametrize("name", CADENCES)
+def test_a_step_is_counted_once_wherever_its_checks_are(tmp_path: Path, name: str, size: int) -> None:
+    """In two parts, thinned or whole, or told of again by a restart; a file's end falls anywhere in a step."""
+    log = RunLog(tmp_path, "tp-0", "x", rotate_bytes=size)
+    for steps in CADENCES[name]:
+        for call, step in enumerate(steps, 1):
+            log.check(step_report(step, call=call))
+    log.close()
+    assert sum(THINNED in kinds(part.path) for part in event_files(tmp_path)) > 3
+    summary = summarize(tmp_path)
+    assert summary.steps_checked == len({step for steps in CADENCES[name] for step in steps})
+    (note,) = (note for note in summary.notes if "early steps" in note)
+    marks = [e for e in read_events(tmp_path).groups["tp-0"] if e["event"] == THINNED]
+    gone = [step for mark in marks for first, last, stride in mark["runs"] for step in range(first, last + 1, stride)]
+    assert f"the checks of {len(set(gone))} early steps" in note
+
+
+def test_a_regular_run_takes_one_word_to_name_its_steps() -> None:
+    """So that the line in place of 30,000 others is a short one."""
+    lines = [json.dumps({"event": "check", "step": step}).encode() for step in range(1000, 300_000, 10)]
+    (mark,) = map(json.loads, thinned(lines))
+    assert (mark["runs"], mark["steps"], mark["lines"]) == ([[1000, 299_990, 10]], 29_900, 29_900)
+
+
+def test_a_line_of_an_earlier_version_is_counted_as_it_says(tmp_path: Path) -> None:
+    """It has the number of steps only."""
+    log = started(tmp_path)
+    old = {"schema": SCHEMA, "event": THINNED, "step": 40, "steps": 40, "lines": 41}
+    part_file(log.path, 1).write_text(json.dumps(old) + "\n")
+    checked(log, 41, 43)
+    summary = summarize(tmp_path)
+    assert summary.steps_checked == 43
+    assert any("the checks of 40 early steps" in note for note in summary.notes)
 
 
 def test_a_restart_goes_on_numbering(tmp_path: Path) -> None:

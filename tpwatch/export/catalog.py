@@ -44,8 +44,8 @@ class Metric:
 
 BUILD_INFO = Metric(
     "tpwatch_build_info", "info", "",
-    ("group", "version", "torch", "framework", "fingerprint", "ranks", "config"),
-    "Versions, fingerprint implementation, size of the replica group and digest of the configuration; always 1.",
+    ("group", "stage", "version", "torch", "framework", "fingerprint", "ranks", "config"),
+    "Pipeline stage (empty: unknown), versions, fingerprint, size of the group, digest of the configuration; always 1.",
 )  # fmt: skip
 START_TIME = Metric(
     "tpwatch_start_timestamp_seconds", "gauge", "seconds", ("group",), "When the watch began, in Unix time."
@@ -133,11 +133,12 @@ RATIO_MAX = Metric(
 ABORTS = Metric("tpwatch_aborts_total", "counter", "", ("group",), "Runs stopped by tpwatch because of a fault.")
 
 EXPORTER_ERRORS = Metric(
-    "tpwatch_exporter_errors_total", "counter", "", ("group", "exporter"), "Events that a sink failed at."
-)
+    "tpwatch_exporter_errors_total", "counter", "", ("group", "exporter"),
+    "Events that a sink of the exporting process failed at.",
+)  # fmt: skip
 EXPORTER_DROPPED = Metric(
     "tpwatch_exporter_dropped_events_total", "counter", "", ("group", "exporter"),
-    "Events that a sink did not get because its queue was full.",
+    "Events that a sink of the exporting process did not get because its queue was full.",
 )  # fmt: skip
 DROPPED_LABELS = Metric(
     "tpwatch_dropped_label_sets_total", "counter", "", ("group",),

@@ -3,7 +3,7 @@
 A line is in the file before the call returns. One that cannot be written is counted, and what a reader cannot do
 without is kept until it can. A file that has grown long is put by as a part (`rotation`).
 
-Knows lines, their kinds and the file system; not what a line says.
+Knows lines, their kinds and the file system; not what a line says, and not who waits for it (`scribe`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -57,14 +58,15 @@ class EventFile:
         self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, FILE_MODE)
         self._torn = _ends_torn(self._fd)
 
-    def put(self, event: str, line: str) -> None:
-        """Append one line, and before it what is owed.
+    def put(self, event: str, line: str, missed: int = 0) -> None:
+        """Append one line, and before it what is owed; `missed` lines in front of it were lost on the way here.
 
         Raises:
             OSError: the file has been closed.
         """
         if self._fd < 0:
             raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        self.lost += missed
         waiting, self._owed = [*self._owed, (event, line)], []
         if self.lost > self._confessed:
             waiting.insert(0, (CONFESSION, self._confess(self.lost, line)))
@@ -143,7 +145,8 @@ def make_directory(path: Path) -> None:
 def replace_file(path: Path, text: bytes) -> Path:
     """Write a whole file so that a reader sees the old one or the new one, never half of it."""
     make_directory(path.parent)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    # By thread: one that waits for the file system may have been left behind.
+    draft = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
     try:
         _write_all(fd, text)

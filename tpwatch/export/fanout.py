@@ -42,6 +42,13 @@ class Fanout:
         for lane in self._lanes:
             lane.put(line)
 
+    def flush(self, patience: float = PATIENCE) -> None:
+        """Wait until every sink has been given what was handed over so far, for `patience` seconds in all."""
+        reached = [lane.mark() for lane in self._lanes]
+        deadline = time.monotonic() + patience
+        for mark in reached:
+            mark.wait(max(0.0, deadline - time.monotonic()))
+
     def close(self, patience: float = PATIENCE) -> None:
         """Let every sink finish, for `patience` seconds in all; one that has not by then is left behind. Idempotent."""
         lanes, self._lanes = self._lanes, []
@@ -60,7 +67,7 @@ class _Lane:
         self.loss = place.health.losses.setdefault(name, Loss())
         self._capacity = capacity
         # Appending is one step of the interpreter: no lock that a consumer could hold while it is interrupted.
-        self._queue: deque[str] = deque()
+        self._queue: deque[str | threading.Event] = deque()
         self._over = threading.Event()
         self._guard = _LaneGuard(name, self.loss)
         # A daemon: a sink that waits for ever must not keep the process from ending.
@@ -72,6 +79,12 @@ class _Lane:
             self._queue.append(line)
         else:
             self.loss.dropped += 1
+
+    def mark(self) -> threading.Event:
+        """Set once the thread has worked off what is queued by now."""
+        mark = threading.Event()
+        self._queue.append(mark)
+        return mark
 
     def stop(self) -> None:
         """Ask the thread to close the sink once it has worked off what is queued."""
@@ -108,7 +121,9 @@ class _Lane:
     def _work_off(self, sink: Sink | None) -> None:
         while self._queue:
             line = self._queue.popleft()
-            if sink is None:
+            if isinstance(line, threading.Event):
+                line.set()
+            elif sink is None:
                 self.loss.errors += 1
             else:
                 self._guard.attempt("an event", _write, sink, line)

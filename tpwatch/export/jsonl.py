@@ -17,12 +17,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tpwatch.config import Config
 from tpwatch.export.eventfile import EventFile, make_directory, replace_file
 from tpwatch.export.rotation import ROTATE_BYTES, event_file
+from tpwatch.export.scribe import LEISURE, Scribe, in_time
 from tpwatch.records import SCHEMA, Finding, StepReport, Summary, WatchPlan
 
 __all__ = [
@@ -90,6 +92,9 @@ class Events:
         """The watch ended in order after `step`."""
         self._say("end", step=step)
 
+    def flush(self) -> None:
+        """Wait a little for what has been said to be where it belongs."""
+
     def close(self) -> None:
         """Nothing more will be said; idempotent."""
 
@@ -102,6 +107,7 @@ class RunLog(Events):
     """Appends the events of one replica group to its file; held by the group's leader only.
 
     A line that cannot be written is no error of the run's: a note tells how many there were, once there is room again.
+    A file system that does not answer holds up nothing for long (`scribe`).
     """
 
     def __init__(
@@ -116,10 +122,14 @@ class RunLog(Events):
 
         `tee` gets every line as well, whether or not it can be written; it must neither wait nor raise. A file that
         would grow beyond `rotate_bytes` is put by as a part, and a new one begun.
+
+        Raises:
+            OSError: it cannot be opened, or not in time.
         """
         super().__init__(incarnation, self._append)
         self.group = group
-        self._file = EventFile(directory, group, rotate_bytes, self._confess)
+        self._file = in_time(partial(EventFile, directory, group, rotate_bytes, self._confess), LEISURE)
+        self._scribe = Scribe(self._file)
         self._tee = tee
 
     @property
@@ -130,16 +140,20 @@ class RunLog(Events):
     @property
     def lost(self) -> int:
         """Events that could not be written and never will be."""
-        return self._file.lost
+        return self._scribe.lost
+
+    def flush(self) -> None:
+        """Wait a little for the last line to be in the file."""
+        self._scribe.flush()
 
     def close(self) -> None:
-        """Close the file; idempotent."""
-        self._file.close()
+        """Close the file, or leave that behind if it takes too long; idempotent."""
+        self._scribe.close()
 
     def _append(self, event: str, encoded: str) -> None:
         if self._tee is not None:
             self._tee(encoded)
-        self._file.put(event, encoded)
+        self._scribe.put(event, encoded)
 
     def _confess(self, lost: int, beside: str) -> str:
         """A note of how many events were lost, dated as the one beside it."""
@@ -195,4 +209,6 @@ def _finite(value: object) -> object:
 
 
 def _replace(path: Path, record: Mapping[str, Any]) -> Path:
-    return replace_file(path, (encode(record, indent=2) + "\n").encode())
+    """Raises OSError if it fails, or takes too long."""
+    text = (encode(record, indent=2) + "\n").encode()
+    return in_time(partial(replace_file, path, text), LEISURE)

@@ -22,6 +22,9 @@ from tpwatch.export.catalog import METRICS, Metric, Unit
 from tpwatch.export.sinks import LEVELS, Place, Told
 from tpwatch.export.snapshot import Numbers
 
+FLUSH_MILLISECONDS = 2000
+"""That each of logs and metrics may take when a run is stopped: less than the sinks are waited for then."""
+
 CLOSING_SECONDS = 3.0
 """So long the end of a run tries to send what is left; all sinks together have two seconds more."""
 
@@ -72,6 +75,9 @@ class OtelSink:
                 self._durations.record(seconds, {"group": self._group, "phase": phase})
         elif event["event"] == "finding" and self._told.is_news(event["finding"]):
             self._logger.emit(**_record(event["finding"], event["time"]))
+        elif event["event"] == "abort":  # whoever raises the fault may close nothing
+            for provider in (self._loggers, self._meters):
+                provider.force_flush(FLUSH_MILLISECONDS)
         self._exports.check()
 
     def close(self) -> None:

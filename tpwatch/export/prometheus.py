@@ -7,13 +7,14 @@ and its own knobs; the registry is its own, so that nothing of the host process 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ class PrometheusSink:
         self._numbers = Numbers(place.group, place.health)
         self._closing = ExitStack()
         self._written = 0.0
-        self._textfile = Path(self._knobs.textfile, f"{place.name}.prom") if self._knobs.textfile else None
+        self._textfile = self._file(self._knobs.textfile, "prom")
         self._aborted = False
         self.url = ""
         if self._knobs.push_gateway:
@@ -63,7 +64,11 @@ class PrometheusSink:
         self._aborted |= event["event"] == "abort"
         due = time.monotonic() - self._written >= TEXTFILE_SECONDS or event["event"] != "check"
         if self._textfile and due:
-            self._write_textfile()
+            # node_exporter adds no label, so that the run has to be one of the metrics.
+            self._textfile.write(self._client.generate_latest(self._registry({"run": self._place.directory.name})))
+            self._written = time.monotonic()
+        if self._knobs.push_gateway and event["event"] == "abort":
+            self._push()  # whoever raises the fault may close nothing
 
     def close(self) -> None:
         """Take back target file, port and textfile, then push; each is done even if another fails."""
@@ -81,8 +86,8 @@ class PrometheusSink:
         host = _reachable(self._knobs.address)
         self.url = f"{scheme}://{host}:{port}/metrics"
         say(logging.INFO, "tpwatch: metrics of %s at %s", self._place.group, self.url)
-        if self._knobs.file_sd:
-            self._announce(Path(self._knobs.file_sd, f"{self._place.name}.json"), f"{host}:{port}", scheme)
+        if targets := self._file(self._knobs.file_sd, "json"):
+            self._announce(targets, f"{host}:{port}", scheme)
 
     def _listen(self) -> int:
         """Listen on the first free port.
@@ -107,32 +112,29 @@ class PrometheusSink:
         message = f"no port of {knobs.address} is free from {knobs.port} to {last}: raise prometheus.ports"
         raise OSError(errno.EADDRINUSE, message)
 
-    def _announce(self, path: Path, target: str, scheme: str) -> None:
+    def _announce(self, file: _Published, target: str, scheme: str) -> None:
         """Write the target file. The run is a label of the target, not of the metrics."""
         labels = {"run": self._place.directory.name}
         if scheme == "https":
             labels["__scheme__"] = scheme
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")  # Prometheus reads *.json only
-        draft.write_text(json.dumps([{"targets": [target], "labels": labels}]) + "\n", encoding="utf-8")
-        draft.replace(path)
-        self._closing.callback(path.unlink, missing_ok=True)
+        # One that a killed run has left at this address, which is ours now, would give our metrics its name.
+        file.remove_others("*.????????.json", f'[{{"targets": ["{target}"]'.encode())
+        self._closing.callback(file.take_back)
+        file.write(json.dumps([{"targets": [target], "labels": labels}]).encode() + b"\n")
 
     # -------------------------------------------------------------------------------------- others
 
-    def _write_textfile(self) -> None:
-        """Replace the textfile; node_exporter adds no label, so that the run has to be one of the metrics."""
-        path = self._textfile
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._client.write_to_textfile(str(path), self._registry({"run": self._place.directory.name}))
-        self._written = time.monotonic()
+    def _file(self, directory: str | None, ending: str) -> _Published | None:
+        """A file in a directory that runs share: two of one name are told apart by where their run directories lie."""
+        if not directory:
+            return None
+        where = hashlib.blake2s(os.fsencode(self._place.directory.resolve()), digest_size=4).hexdigest()
+        return _Published(Path(directory, f"{self._place.name}.{where}.{ending}"))
 
     def _leave_textfile(self) -> None:
         """Remove the textfile of a run that ended; what stopped a run stays, for the next scrape may come too late."""
         if self._textfile and not self._aborted:
-            self._textfile.unlink(missing_ok=True)
+            self._textfile.take_back()
 
     def _push(self) -> None:
         key = {"run": self._place.directory.name, "group": self._place.group}
@@ -143,6 +145,35 @@ class PrometheusSink:
         registry = self._client.CollectorRegistry()
         registry.register(_Collector(self._client, self._numbers, labels))
         return registry
+
+
+class _Published:
+    """A file that others read: replaced whole, and removed by whoever wrote it last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: bytes | None = None
+
+    def write(self, text: bytes) -> None:
+        """Replace the file. The draft has an ending that neither Prometheus nor node_exporter reads."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._path.with_suffix(f".{os.getpid()}")
+        draft.write_bytes(text)
+        draft.replace(self._path)
+        self._written = text
+
+    def remove_others(self, pattern: str, beginning: bytes) -> None:
+        """Remove the files beside it whose names fit a pattern and whose text begins so."""
+        for path in self._path.parent.glob(pattern):
+            with suppress(FileNotFoundError):
+                if path.read_bytes().startswith(beginning):
+                    path.unlink()
+
+    def take_back(self) -> None:
+        """Remove the file, unless a later start of the run has replaced it since."""
+        with suppress(FileNotFoundError):
+            if self._path.read_bytes() == self._written:
+                self._path.unlink()
 
 
 class _Collector:

@@ -2,12 +2,12 @@
 
 The leader of a replica group writes; another rank only speaks to sinks that have to live there, or stays silent.
 
-Knows the event file, `abort.json` and when the sinks are to finish; decides nothing.
+Knows the event file, `abort.json` and when the sinks are to be waited for; decides nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tpwatch.export.fanout import Fanout
 from tpwatch.export.jsonl import Events, RunLog, write_abort
@@ -65,10 +65,20 @@ class Teller:
         self._events.job(step, view)
 
     def abort(self, step: int, findings: Sequence[Finding]) -> None:
-        """Say why the run stops, then that it stops: the order a reader after a kill relies on."""
-        for finding in findings:
-            self._events.finding(step, finding)
-        self._events.abort(step)
+        """Say why the run stops, then that it stops: the order a reader after a kill relies on.
+
+        This may be the last chance: a script that the error ends closes nothing. So the sinks are waited for a little.
+        """
+        try:
+            for finding in findings:
+                self._events.finding(step, finding)
+            self._events.abort(step)
+            self._leave_word(step)
+        finally:
+            self._fanout.flush()
+
+    def _leave_word(self, step: int) -> None:
+        """Write what is to be found beside the events."""
 
     def close(self, findings: Sequence[Finding], step: int) -> None:
         """Say every finding as it stands at the end, and wait a little for the sinks."""
@@ -88,13 +98,19 @@ class Teller:
 class Leader(Teller):
     """Recorder of a group leader: event file, `abort.json` and sinks."""
 
-    def __init__(self, log: RunLog, fanout: Fanout, launch_id: str) -> None:
-        """`launch_id` ties an `abort.json` to its launch."""
+    def __init__(self, log: RunLog, fanout: Fanout, launch_id: str, summarize: Callable[[], None]) -> None:
+        """`launch_id` ties an `abort.json` to its launch; `summarize` leaves a `summary.json`, if this rank has to."""
         super().__init__(log, fanout)
         self._directory = log.path.parent
         self._launch_id = launch_id
+        self._summarize = summarize
 
     def abort(self, step: int, findings: Sequence[Finding]) -> None:
-        """As a `Teller`, then leave word for whoever started the run."""
+        """As a `Teller`, and a summary of what has been written up to now."""
         super().abort(step, findings)
+        self._summarize()
+
+    def _leave_word(self, step: int) -> None:
+        """For whoever started the run."""
         write_abort(self._directory, step, self._launch_id)
+        self._events.flush()

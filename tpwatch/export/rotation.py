@@ -3,8 +3,8 @@
     DIR/events.<group>.jsonl      the live file, always
     DIR/events.<group>.1.jsonl    what was written first, then .2, .3, ...: read in this order, the live file last
 
-The newest `PARTS_KEPT` parts are whole. Out of older ones the `check` lines are taken, and one `thinned` line says how
-many steps they told of; starts, findings and notes stay for ever. So an event file takes up its findings and
+The newest `PARTS_KEPT` parts are whole. Out of older ones the `check` lines are taken, and one `thinned` line says
+which steps they told of; starts, findings and notes stay for ever. So an event file takes up its findings and
 `(PARTS_KEPT + 1) * ROTATE_BYTES`, however long the run.
 
 Knows names, lines and kinds of events, not what they mean.
@@ -28,8 +28,11 @@ PARTS_KEPT = 3
 """Parts that keep their `check` lines."""
 
 THINNED = "thinned"
-"""Event in place of the `check` lines of a part: their number (`lines`), how many `steps` they told of, and up to which
-`step`."""
+"""Event in place of the `check` lines of a part: their number (`lines`), how many `steps` they told of, up to which
+`step`, and which (`runs` of [first, last, stride]): a neighbouring part, or a restart, may tell of the same step."""
+
+MOST_STEPS = ROTATE_BYTES // 128
+"""Steps that the checks of one part may tell of: more than there is room for."""
 
 LAST_COUNTS = frozenset({"status", "job"})
 """Kinds of events of which a reader needs the last one only."""
@@ -98,9 +101,27 @@ def thinned(lines: Iterable[bytes]) -> list[bytes]:
 def _mark(checks: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
     """The line in place of `checks`, dated as the last of them; none if there were none."""
     if checks:
-        steps = {check["step"] for check in checks if not check.get("skipped")}
+        steps = sorted({check["step"] for check in checks if not check.get("skipped")})
         head = {key: checks[-1][key] for key in ("schema", "time", "incarnation", "step") if key in checks[-1]}
-        yield json.dumps({**head, "event": THINNED, "steps": len(steps), "lines": len(checks)}).encode()
+        said = {"steps": len(steps), "lines": len(checks), "runs": _runs(steps)}
+        yield json.dumps({**head, "event": THINNED, **said}).encode()
+
+
+def _runs(steps: Iterable[int]) -> list[list[int]]:
+    """Ascending steps as [first, last, stride]: one, while the interval between checks is the same."""
+    runs: list[list[int]] = []
+    for step in steps:
+        first, last, stride = runs[-1] if runs else (step, step, 0)
+        if runs and (first == last or step - last == stride):
+            runs[-1] = [first, step, step - last]
+        else:
+            runs.append([step, step, 1])
+    return runs
+
+
+def steps_thinned(mark: Mapping[str, Any]) -> set[int]:
+    """The steps of a `thinned` event; none where an earlier version wrote it, which said how many only."""
+    return {step for first, last, stride in mark.get("runs", ()) for step in range(first, last + 1, stride)}
 
 
 def _event(line: bytes) -> dict[str, Any]:

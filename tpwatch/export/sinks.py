@@ -67,6 +67,8 @@ class Place:
     group: str
     """Replica group whose events these are, e.g. `tp-0`; other groups have sinks of their own, in other processes."""
     health: Health = field(default_factory=Health)
+    rank: int = 0
+    """Rank of this process."""
 
     @property
     def name(self) -> str:

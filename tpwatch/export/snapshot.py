@@ -180,7 +180,7 @@ class Numbers:
         versions = dict(event.get("versions", {}))
         framework = [f"{k} {v}" for k, v in versions.items() if k not in ("tpwatch", "torch", "python")]
         facts = (
-            versions.get("tpwatch", ""), versions.get("torch", ""), ", ".join(framework),
+            str(event.get("stage", "")), versions.get("tpwatch", ""), versions.get("torch", ""), ", ".join(framework),
             event.get("fingerprint", {}).get("name", ""), str(len(event["ranks"])), event["config_digest"],
         )  # fmt: skip
         self._set(catalog.BUILD_INFO, 1.0, *facts)

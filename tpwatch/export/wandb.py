@@ -90,10 +90,9 @@ class WandbSink:
     def close(self) -> None:
         """Log what is left, to be written when the run is finished; without a run, say so."""
         self._tell(log=True)
-        rank = self._place.config.wandb.rank
         if self._run is None:
             text = "tpwatch: nothing went to Weights & Biases: no run was open in the process of rank %d (wandb.rank)"
-            say(logging.WARNING, text, rank)
+            say(logging.WARNING, text, self._place.rank)
         elif self._scalars_due or self._table_due or self._alerts:
             say(logging.INFO, "tpwatch: the run of Weights & Biases was finished first; the event file has the rest")
 
