@@ -96,8 +96,7 @@ def _stat(scene: Scene, panel: Panel) -> tuple[str, str]:
         return SHADES.get(steps[0]["color"], steps[0]["color"]), f"<b>{escape(defaults.get('noValue', 'No data'))}</b>"
     shade, parts = "", []
     for line in lines:
-        highest = panel["options"]["reduceOptions"]["calcs"] == ["max"]
-        value = max(y for _, y in line.points) if highest else line.last
+        value = line.last
         chosen = [step for step in steps if step["value"] is None or step["value"] <= value][-1]["color"]
         text = _number(value, defaults["unit"])
         for mapping in defaults.get("mappings", []):

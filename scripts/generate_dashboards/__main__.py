@@ -16,7 +16,7 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import dashboard as model
 from panels import BAD, GROUPS, OVERVIEW, SOURCE, WARN, Sections, link_to, mark
-from queries import RUN, WINDOW, of
+from queries import RUN, STAGE, WINDOW, of
 
 from tpwatch.export import catalog
 
@@ -37,24 +37,34 @@ def marks() -> list[Any]:
     ]
 
 
-def variables() -> list[Any]:
-    """What is chosen at the top: data source, run, replica groups."""
+def variables(*, stages: bool) -> list[Any]:
+    """What is chosen at the top: data source, run, replica groups, with `stages` those of some pipeline stages."""
     facts, reload = catalog.BUILD_INFO.name, model.VariableRefresh.ON_TIME_RANGE_CHANGED
     run = dashboard.QueryVariable("run").label("Run").query(f"label_values({facts}, run)")
-    group = dashboard.QueryVariable("group").label("Replica group").query(f"label_values({facts}{{{RUN}}}, group)")
-    group.multi(multi=True).include_all(include_all=True).all_value(".*")
-    group.current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
+    stage = _several("stage", "Pipeline stage", f"{facts}{{{RUN}}}")
+    group = _several("group", "Replica group", f"{facts}{{{RUN}, {STAGE}}}" if stages else f"{facts}{{{RUN}}}")
     return [
         dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"),
         run.datasource(SOURCE).refresh(reload).sort(model.VariableSort.ALPHABETICAL_DESC),
-        group.datasource(SOURCE).refresh(reload).sort(model.VariableSort.NUMERICAL_ASC),
+        *([stage] if stages else []),
+        group,
     ]
+
+
+def _several(name: str, title: str, facts: str) -> dashboard.QueryVariable:
+    """A variable of which several values may be chosen, or all."""
+    made = dashboard.QueryVariable(name).label(title).query(f"label_values({facts}, {name})")
+    made.multi(multi=True).include_all(include_all=True).all_value(".*")
+    made.current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
+    made.datasource(SOURCE).refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+    return made.sort(model.VariableSort.NUMERICAL_ASC)
 
 
 def assemble(uid: str, purpose: str, other: str, sections: Sections) -> Any:  # noqa: ANN401 - untyped package
     """One dashboard: sections, each under a row unless it has no name, and a link to the other one."""
     made = dashboard.Dashboard(TITLES[uid]).uid(uid).description(purpose).tags(["tpwatch"]).readonly()
-    made.time("now-6h", "now").refresh("30s").tooltip(model.DashboardCursorSync.CROSSHAIR).variables(variables())
+    made.time("now-6h", "now").refresh("30s").tooltip(model.DashboardCursorSync.CROSSHAIR)
+    made.variables(variables(stages=uid == GROUPS))
     made.annotations(marks()).link(link_to(other, TITLES[other]))
     for name, panels in sections.items():
         if name:

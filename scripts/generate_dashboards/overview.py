@@ -18,10 +18,9 @@ from panels import (
     limits,
     named,
     number,
-    reduced,
     rows,
 )
-from queries import FOUND, IN_CHECKS, PER_CHECK, RANGE, known, of, rate
+from queries import FAULTY_EVER, FAULTY_NOW, IN_CHECKS, PER_CHECK, RANGE, holding, known, latest, of, rate
 
 from tpwatch.export import catalog
 
@@ -33,21 +32,23 @@ def is_it_healthy() -> list[Any]:
     """What one has to know at three in the morning."""
     healthy = number(
         "Healthy?",
-        "FAULTY if a fault was confirmed in any replica group within the time range, also if the run has ended since.",
+        "FAULTY while a confirmed fault holds in any replica group; of a run that has ended, as it stood last. Of one "
+        "that has started again only the latest start counts.",
         "none",
-        Query(f"max({of(catalog.DRIFT_ACTIVE)})"),
+        Query(f"max({latest(catalog.DRIFT_ACTIVE)})", now=True),
     )
     faulty = number(
         "Faulty parameters",
         "By kind of fault, in the replica group that has the most. What a kind means: `tpwatch explain KIND`.",
         "none",
-        Query(f"max by (kind) (sum by (group, kind) ({of(catalog.FAULTY)}))", "{{kind}}"),
+        Query(f"max by (kind) (sum by (group, kind) ({FAULTY_NOW}))", "{{kind}}", now=True),
     )
     since = number(
         "First faulty step",
-        "By kind of fault. A checkpoint from before that step is not affected, if tpwatch watched from the start.",
+        "By kind of fault that holds. A checkpoint from before that step is not affected, if tpwatch watched from the "
+        "start.",
         "none",
-        Query(f"min by (kind) ({of(catalog.FIRST_STEP)})", "{{kind}}"),
+        Query(f"min by (kind) ({holding(catalog.FIRST_STEP)})", "{{kind}}", now=True),
     )
     last = f"({of(catalog.LAST_TIME)} or {of(catalog.START_TIME)})"
     silent = number(
@@ -66,9 +67,7 @@ def is_it_healthy() -> list[Any]:
     duration = number(
         "Time per check", "Host time of one check, in the slowest replica group.", "s", Query(f"max({PER_CHECK})")
     )
-    reduced(healthy, "max").mappings(named({"0": ("healthy", OK), "1": ("FAULTY", BAD)})).thresholds(
-        limits(below=UNKNOWN)
-    )
+    healthy.mappings(named({"0": ("healthy", OK), "1": ("FAULTY", BAD)})).thresholds(limits(below=UNKNOWN))
     faulty.no_value("none").thresholds(limits((1, BAD), below=UNKNOWN))
     since.no_value("none").thresholds(limits((0, BAD), below=UNKNOWN))
     silent.no_value("not running").thresholds(limits((0, OK), (SILENT / 3, WARN), (SILENT, BAD), below=UNKNOWN))
@@ -114,7 +113,7 @@ def since_when_and_where() -> list[Any]:
     """The course of it, and where to look next."""
     onset = curves(
         "Faulty replica groups",
-        "Groups with a confirmed fault, by kind. What was confirmed stays confirmed: the number does not fall.",
+        "Groups with a confirmed fault that holds, by kind. One whose parameters are healthy again counts no more.",
         "none",
         Query(f"sum by (kind) ({of(catalog.DRIFT_ACTIVE)}) > 0", "{{kind}}"),
     )
@@ -126,11 +125,13 @@ def since_when_and_where() -> list[Any]:
     )
     where = rows(
         "Faults by replica group",
-        "A click on a group leads to its own dashboard. Parameters, ranks and evidence: `tpwatch report` on the run "
+        "All of the time range: `faulty now` is empty where a fault is over, or was that of an earlier start. A click "
+        "on a group leads to its own dashboard. Parameters, ranks and evidence: `tpwatch report` on the run "
         "directory.",
         ("group", "kind"),
         {
-            "faulty parameters": Query(f"sum by (group, kind) ({FOUND})", now=True),
+            "faulty now": Query(f"sum by (group, kind) ({FAULTY_NOW})", now=True),
+            "at most": Query(f"sum by (group, kind) ({FAULTY_EVER})", now=True),
             "first step": Query(f"min by (group, kind) ({known(catalog.FIRST_STEP, 'min')})", now=True),
             "largest difference": Query(f"max by (group, kind) ({known(catalog.MAX_ABS, 'max')})", now=True),
             "relative": Query(f"max by (group, kind) ({known(catalog.MAX_REL, 'max')})", now=True),

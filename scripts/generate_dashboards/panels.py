@@ -46,13 +46,9 @@ class Query:
 def number(title: str, meaning: str, unit: str, query: Query) -> stat.Panel:
     """One number per series, the last one known in the time range, on a coloured ground."""
     mode = shown.BigValueTextMode.VALUE_AND_NAME if query.legend else shown.BigValueTextMode.VALUE
-    panel = reduced(_dressed(stat.Panel(), title, meaning, unit, [query]), "lastNotNull")
+    panel: stat.Panel = _dressed(stat.Panel(), title, meaning, unit, [query])
+    panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(values=False))
     return panel.graph_mode(shown.BigValueGraphMode.NONE).color_mode(shown.BigValueColorMode.BACKGROUND).text_mode(mode)
-
-
-def reduced(panel: stat.Panel, how: str) -> stat.Panel:
-    """Make one number of the values over time by another rule."""
-    return panel.reduce_options(common.ReduceDataOptions().calcs([how]).values(values=False))
 
 
 def curves(title: str, meaning: str, unit: str, *queries: Query) -> timeseries.Panel:
