@@ -1,12 +1,7 @@
 """What every benchmark shares: interleaved timing, a table on the screen, a line in the CSV.
 
-    python benchmarks/_harness.py README.md
-
-rewrites the tables between ``<!-- bench: NAME -->`` and ``<!-- end -->`` in a Markdown file from the
-latest run of each benchmark in `results/results.csv`.
-
 Subjects of one case run in turn, round after round, so that a busy minute of the machine hits all of
-them; ratios are those of medians. Nothing here asserts a time.
+them; ratios are those of medians. Nothing here asserts a time, and nothing knows of pages (`_pages`).
 """
 
 from __future__ import annotations
@@ -18,9 +13,9 @@ import os
 import platform
 import re
 import statistics
-import sys
+import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -39,12 +34,14 @@ class Subject:
         call: does the work once.
         moved: bytes that any implementation of this work must at least move; 0 if unknown.
         baseline: names the subject that the others of its case are compared with.
+        repeat: times of a round, each of its own; quick subjects beside slow ones need more than one.
     """
 
     name: str
     call: Callable[[], object]
     moved: int = 0
     baseline: bool = False
+    repeat: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,35 +74,52 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """Versions of Python and of the packages that matter."""
+    """Versions of Python and of the packages that matter, and the commit that was measured."""
     installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     found = [f"{name} {installed[name]}" for name in PACKAGES if name in installed]
-    own = f"tpwatch {tpwatch.__version__}"
+    own = " at ".join(filter(None, [f"tpwatch {tpwatch.__version__}", commit()]))
     return ", ".join([own, f"python {platform.python_version()}", *found])
 
 
-def measure(subjects: Sequence[Subject], rounds: int = 11, calls: int = 1) -> dict[str, list[float]]:
+def commit(folder: Path = Path(__file__).parent.parent) -> str:
+    """The commit that `folder` has, with "+" if anything but results and pages was changed since; "" without git."""
+    git = ("git", "--no-optional-locks", "-C", str(folder))
+    unmeasured = (":!benchmarks/results", ":!*.md")
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True)
+        status = [*git, "status", "--porcelain", "--", str(folder), *unmeasured]
+        changed = subprocess.run(status, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return head.stdout.strip() + "+" * bool(changed.stdout.strip())
+
+
+def measure(
+    subjects: Sequence[Subject], rounds: int = 11, calls: int = 1, *, untimed: int = 1
+) -> dict[str, list[float]]:
     """Time the subjects in turn.
 
     Args:
         subjects: in the order in which they run.
-        rounds: how often each is timed; one more round, not timed, comes first.
+        rounds: how often each is timed.
         calls: calls in a row that are timed as one; with more than one, the first call after the
             change of subject is left out, so that data which fit in a cache are found there.
+        untimed: rounds that come first and are not timed.
 
     Returns:
         Seconds per call, round by round, by name.
     """
     times: dict[str, list[float]] = {subject.name: [] for subject in subjects}
-    for number in range(rounds + 1):
+    for number in range(untimed + rounds):
         for subject in subjects:
             if calls > 1:
                 subject.call()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                subject.call()
-            if number:
-                times[subject.name].append((time.perf_counter() - begin) / calls)
+            for _ in range(subject.repeat):
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    subject.call()
+                if number >= untimed:
+                    times[subject.name].append((time.perf_counter() - begin) / calls)
     return times
 
 
@@ -125,24 +139,30 @@ class Report:
     def case(self, name: str, subjects: Sequence[Subject], rounds: int = 11, calls: int = 1) -> dict[str, Result]:
         """Measure one case, print it, append it, and return its results by subject."""
         times = measure(subjects, rounds, calls)
-        base = next((times[s.name] for s in subjects if s.baseline), times[subjects[0].name])
-        reference = statistics.median(base)
+        base = next((s.name for s in subjects if s.baseline), subjects[0].name)
+        return self.add(name, times, {s.name: s.moved for s in subjects}, base)
+
+    def add(
+        self, name: str, times: Mapping[str, list[float]], moved: Mapping[str, int], base: str = ""
+    ) -> dict[str, Result]:
+        """Print and append a case that was timed elsewhere or modelled; `base`, or the first, is the baseline."""
+        reference = statistics.median(times[base or next(iter(times))])
         results = {
-            subject.name: Result(
+            subject: Result(
                 date=self._date,
                 benchmark=self._benchmark,
                 case=name,
-                subject=subject.name,
-                median=statistics.median(times[subject.name]),
-                best=min(times[subject.name]),
-                rounds=rounds,
-                moved=subject.moved,
-                ratio=reference / statistics.median(times[subject.name]),
+                subject=subject,
+                median=statistics.median(seconds),
+                best=min(seconds),
+                rounds=len(seconds),
+                moved=moved.get(subject, 0),
+                ratio=reference / statistics.median(seconds),
                 note=self._note,
                 machine=self._machine,
                 versions=self._versions,
             )
-            for subject in subjects
+            for subject, seconds in times.items()
         }
         print(f"\n## {name}\n{table(results.values())}", flush=True)
         append(results.values(), self._path)
@@ -200,29 +220,3 @@ def duration(seconds: float) -> str:
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds * 1e9:.3g} ns"
-
-
-def latest(benchmark: str, results: Sequence[Result]) -> str:
-    """Return the tables of the latest run of a benchmark, with where and when it ran."""
-    chosen = [r for r in results if r.benchmark == benchmark]
-    if not chosen:
-        return "Not yet run."
-    date = max(r.date for r in chosen)
-    chosen = [r for r in chosen if r.date == date]
-    cases = dict.fromkeys(r.case for r in chosen)
-    parts = [f"**{case}**\n\n{table(r for r in chosen if r.case == case)}" for case in cases]
-    first = chosen[0]
-    note = f" {first.note}" if first.note else ""
-    return "\n\n".join([*parts, f"{date[:10]}; {first.machine}; {first.versions}.{note}"])
-
-
-def rewrite(path: Path, results: Sequence[Result]) -> None:
-    """Replace the tables between the markers of a Markdown file."""
-    marked = re.compile(r"(<!-- bench: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-    text = path.read_text()
-    path.write_text(marked.sub(lambda m: f"{m[1]}{latest(m[2], results)}\n{m[3]}", text))
-
-
-if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        rewrite(Path(argument), load())

@@ -12,7 +12,6 @@ import importlib
 import multiprocessing
 import os
 import socket
-import statistics
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _harness import Report, Result, Subject, append, measure, table
+from _harness import Report, Result, Subject, measure
 
 from tpwatch._guard import Guard
 from tpwatch.config import Config
@@ -77,30 +76,11 @@ class Record(Report):
         measure(subjects, rounds, calls)
         return {}
 
-    def add(self, name: str, times: Mapping[str, list[float]], moved: Mapping[str, int]) -> None:
-        """Write, on rank 0, a case that was timed elsewhere or modelled; the first subject is the baseline."""
-        if self._rank != 0:
-            return
-        reference = statistics.median(next(iter(times.values())))
-        results = [
-            Result(
-                date=self._date,
-                benchmark=self._benchmark,
-                case=name,
-                subject=subject,
-                median=statistics.median(seconds),
-                best=min(seconds),
-                rounds=len(seconds),
-                moved=moved.get(subject, 0),
-                ratio=reference / statistics.median(seconds),
-                note=self._note,
-                machine=self._machine,
-                versions=self._versions,
-            )
-            for subject, seconds in times.items()
-        ]
-        print(f"\n## {name}\n{table(results)}", flush=True)
-        append(results, self._path)
+    def add(
+        self, name: str, times: Mapping[str, list[float]], moved: Mapping[str, int], base: str = ""
+    ) -> dict[str, Result]:
+        """As `Report.add`, on rank 0."""
+        return super().add(name, times, moved, base) if self._rank == 0 else {}
 
 
 # --- ranks -------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """How fast are all columns of a fingerprint, beside simpler things done to the same bytes?
 
-    OMP_NUM_THREADS=1 python benchmarks/bench_fingerprint.py
+    OMP_NUM_THREADS=1 python benchmarks/bench_fingerprint.py [--smoke]
 
 One thread. `torch.sum` reads every byte once and is the practical limit of one pass; `clone` also
 writes them; SHA-1 and `torch.hash_tensor` only hash. "Megatron check" is megatron-core's own
@@ -17,14 +17,17 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from _harness import Report, Result, Subject
+from _harness import Result, Subject
+from _ranks import Record, smoke
 
 from tpwatch.fingerprint import Fingerprinter, availability, choose
 from tpwatch.fingerprint.layout import HEAD, ROW
 
 MIB = 1 << 20
-SMALL_TENSORS = 3000
-SMALL_BYTES = 4096
+SIZES = {"1 MiB": (1, MIB, 20), "64 MiB": (1, 64 * MIB, 1), "3,000 x 4 KiB": (3000, 4096, 1)}
+"""Tensors, bytes of each, and calls that are timed as one."""
+TINY = {"3 x 4 KiB": (3, 4096, 1)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def fingerprint(fingerprinter: Fingerprinter, tensors: list[torch.Tensor]) -> Callable[[], None]:
@@ -109,32 +112,29 @@ def distance(results: dict[str, Result]) -> str:
     return f"{ours.subject}: {', '.join(facts)}; {ours.moved / 1e6:.1f} MB must be read once"
 
 
-def make(case: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The tensors of one case."""
-    if case == "3,000 x 4 KiB":
-        return [torch.randn(SMALL_BYTES // dtype.itemsize).to(dtype) for _ in range(SMALL_TENSORS)]
-    size = {"1 MiB": MIB, "64 MiB": 64 * MIB}[case]
-    return [torch.randn(size // dtype.itemsize).to(dtype)]
+def make(count: int, size: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """`count` tensors of `size` bytes each."""
+    return [torch.randn(size // dtype.itemsize).to(dtype) for _ in range(count)]
 
 
 def main() -> None:
     """Run all cases."""
+    tiny = smoke(__doc__)
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    report = Report("fingerprint", "One thread.")
+    report = Record("fingerprint", "One thread.", tiny=tiny)
     for name, usable, why in availability("cpu"):
         print(f"  {name}: {'usable' if usable else 'not usable'}: {why}")
     with one_rank() as megatron:
-        for case, calls, rounds in (("1 MiB", 20, 11), ("64 MiB", 1, 11), ("3,000 x 4 KiB", 1, 11)):
-            for dtype in (torch.float32, torch.bfloat16):
-                name = f"{case} {str(dtype).removeprefix('torch.')}"
-                tensors = make(case, dtype)
-                chosen = subjects(tensors, megatron=megatron)
-                print(distance(report.case(name, chosen, rounds, calls)))
-        if any(name == "native" and usable for name, usable, _ in availability("cpu")):
-            for dtype in (torch.float32, torch.bfloat16):
-                name = f"vector units, 64 MiB {str(dtype).removeprefix('torch.')}"
-                report.case(name, vector_units(make("64 MiB", dtype)), rounds=9)
+        for case, (count, size, calls) in (TINY if tiny else SIZES).items():
+            for name, dtype in DTYPES.items():
+                chosen = subjects(make(count, size, dtype), megatron=megatron)
+                print(distance(report.case(f"{case} {name}", chosen, 1 if tiny else 11, calls)))
+    if any(name == "native" and usable for name, usable, _ in availability("cpu")):
+        case, (count, size, _) = next(iter(TINY.items())) if tiny else ("64 MiB", SIZES["64 MiB"])
+        for name, dtype in DTYPES.items():
+            units = vector_units(make(count, size, dtype))
+            report.case(f"vector units, {case} {name}", units, rounds=1 if tiny else 9)
 
 
 if __name__ == "__main__":

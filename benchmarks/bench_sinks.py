@@ -4,11 +4,14 @@
 
 The model, the blocks that take turns and the two figures are those of `bench_step_overhead`. "every sink": Prometheus
 (HTTP, scraped every 5 seconds, and a textfile), TensorBoard, OpenTelemetry to a collector on loopback, and Weights &
-Biases (offline) in the run of a trainer that logs its loss every step. With Weights & Biases all ranks of the job meet
-at every checked step; that is part of the price, and inside tpwatch's own calls only where they wait.
+Biases (offline) in the run of a trainer that logs its loss every step, watched or not. With Weights & Biases all ranks
+of the job meet at every checked step, just before the update: that and the hand-over of events are calls from the
+training thread, and inside "all hooks". The benchmark stops if the meeting was not held.
 
-What the sinks do happens on threads of the process that trains: the interpreter's lock is what they compete for. The
-collector and the scraper are a process of their own, which on a machine of two cores takes from both ranks.
+What the sinks then do happens on threads of the process that trains: the interpreter's lock is what they compete for.
+What the processor time of all other threads of rank 0 grows by, gloo's among them, is the work of the sinks, and the
+most that it can take from the training thread. The collector and the scraper are a process of their own,
+which on a machine of two cores takes from both ranks.
 """
 
 from __future__ import annotations
@@ -17,14 +20,17 @@ import json
 import logging
 import multiprocessing
 import os
+import statistics
+import sys
 import threading
 import time
 import urllib.request
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -32,8 +38,9 @@ from typing import Any
 import torch.distributed as dist
 from _harness import Subject, measure
 from _ranks import POINTS, Record, launch, now, payload, scratch, smoke
-from bench_step_overhead import SECOND, TIMED, TINY, WARM, Modes, Training, in_words
+from bench_step_overhead import INSIDE, SECOND, TIMED, TINY, WARM, Modes, Training, by_round, in_words
 
+PACKAGES = ("opentelemetry", "prometheus_client", "tensorboard", "wandb")
 SCRAPE_SECONDS = 5.0
 KNOBS = {"interval": 1, "deep_interval": 10}
 
@@ -123,19 +130,49 @@ def steps(rank: int, date: str, folder: Path, port: int, tiny: bool) -> None:  #
     rounds, calls, warm = (1, 2, 1) if tiny else (5, TIMED, WARM)
     run = Logged(build(TINY if tiny else SECOND), folder)
     training = Training(run, modes(folder, port), folder / "runs", warm)
-    names = list(training.spent)
-    times = measure([Subject(mode, partial(training.train, mode)) for mode in names], rounds, calls)
+    names = list(training.inside)
+    times = measure([Subject(mode, partial(training.train, mode)) for mode in names], rounds, calls, untimed=0)
     training.leave()
     count, watched, _ = training.replicated()
-    note = f"TP2. {in_words(times, training.spent, calls)}"
+    inside = by_round(training.inside, calls)
+    added = {
+        "inside tpwatch": inside,
+        "of that where the job meets": by_round(training.meeting, calls),
+        "inside on the rank that waited less": by_round(least_of_ranks(training.inside), calls),
+        "processor time of other threads": by_round(training.beside, calls),
+    }
+    note = f"TP2. {in_words(times, training)} {growth(times[names[0]], added)}"
     report = Record("step_overhead_sinks", note, rank=rank, date=date, tiny=tiny)
-    report.add(f"GPT, {count} replicated", times, dict.fromkeys(names, POINTS * watched + 2 * payload(count)))
+    moved = dict.fromkeys(names, POINTS * watched + 2 * payload(count))
+    report.add(f"GPT, {count} replicated", times, moved)
+    report.add(INSIDE, {"a step, no sink": times[names[0]], **inside}, moved)
     run.finish()
+
+
+def least_of_ranks(seconds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """In every step the least of all ranks: of the one that waited less for the others. A collective."""
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, seconds)
+    return {mode: [min(taken) for taken in zip(*(of[mode] for of in of_all), strict=True)] for mode in seconds}
+
+
+def growth(steps: Sequence[float], added: Mapping[str, Mapping[str, list[float]]]) -> str:
+    """What the sinks add to an average step, in several respects."""
+    said = []
+    for name, modes in added.items():
+        without, every = modes.values()
+        grown = sorted(b - a for a, b in zip(without, every, strict=True))
+        share = statistics.median(grown) / statistics.median(steps)
+        ends = f"rounds {grown[0] * 1e3:+.2f} to {grown[-1] * 1e3:+.2f}"
+        said.append(f"{name} {statistics.median(grown) * 1e3:+.2f} ms ({share:+.3%}; {ends})")
+    return f"Every sink adds: {', '.join(said)}."
 
 
 def main() -> None:
     """Everything a rank needs is imported before the fork."""
     tiny, date = smoke(__doc__), now()
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        sys.exit(f"needs {', '.join(missing)}")
     warnings.simplefilter("ignore")  # Megatron's remarks about packages it does without
     logging.getLogger("megatron").setLevel(logging.ERROR)
     os.environ["WANDB_SILENT"] = "true"

@@ -12,7 +12,10 @@ CPU, one thread a rank, at a size whose step takes about a second. The three way
 
 Blocks alternate round by round, so that a busy minute of the machine hits all modes. Two figures result: the step time
 against "off", pair by pair within a round, with the spread over rounds, which on a machine of two cores is larger than
-the cost; and the seconds spent inside tpwatch's own calls, which include waiting there for the other rank.
+the cost; and "inside tpwatch, all hooks": the seconds that the training thread spends in the calls which an adapter
+makes into a `Watch`, from outside and with nothing subtracted. Those include waiting there for the other rank, the
+meeting of the job, listeners, and the hand-over to log and sinks. "Every 10th step" is told for an average step,
+checked or not.
 
 Second model: a bottleneck beside every MLP, held in full by every rank, so that more than 5 % of the parameter bytes
 are replicated.
@@ -27,6 +30,7 @@ import itertools
 import logging
 import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -53,6 +57,9 @@ SECOND = LabConfig(hidden=512, layers=8, heads=8, vocab=4096, seq=256, batch=4)
 TINY = LabConfig()
 BOTTLENECK = 96
 COUNTS = (100, 1000, 3000, 10000)
+ENTRY_POINTS = ("finalizer_entered", "notice", "finalizer_left", "gradients_ready", "stepped")
+"""The calls that an adapter makes into a `Watch` in the course of a step, all on the training thread."""
+INSIDE = "inside tpwatch, all hooks, in an average step"
 
 
 class Bottleneck(torch.nn.Module):
@@ -86,15 +93,47 @@ MODELS: Mapping[str, Callable[[Any], None]] = {
 }
 
 
+class Hooks:
+    """A clock around the entry points of one Watch: all that tpwatch does on the training thread."""
+
+    def __init__(self, watch: Any) -> None:  # noqa: ANN401 - a Watch, importable once torch is
+        """Put the clock around `watch`, which nobody has called yet."""
+        self._seconds = dict.fromkeys(ENTRY_POINTS, 0.0)
+        for name in ENTRY_POINTS:
+            setattr(watch, name, self._timed(name, getattr(watch, name)))
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the entry point takes and returns
+            begin = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._seconds[name] += time.perf_counter() - begin
+
+        return timed
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each entry point since the last call."""
+        seconds, self._seconds = self._seconds, dict.fromkeys(ENTRY_POINTS, 0.0)
+        return seconds
+
+
 class Training:
     """One model in training, and who watches it just now."""
 
     def __init__(self, run: Any, modes: Modes, folder: Path, warm: int) -> None:  # noqa: ANN401 - a TrainingRun
         """Train `run`; every block begins with `warm` steps that are not timed."""
         self.run = run
-        self.spent: dict[str, list[float]] = {name: [] for name in modes}
+        self.inside: dict[str, list[float]] = {name: [] for name in modes}
+        """Seconds inside tpwatch in every timed step."""
+        self.checked: dict[str, list[float]] = {name: [] for name in modes}
+        """The same of those steps that were checked."""
+        self.meeting: dict[str, list[float]] = {name: [] for name in modes}
+        """Seconds of every timed step just before the update, where the ranks of the job meet."""
+        self.beside: dict[str, list[float]] = {name: [] for name in modes}
+        """Processor seconds of all other threads of this process in every timed step."""
         self._modes, self._folder, self._warm = modes, folder, warm
-        self._mode, self._watch = "", None
+        self._mode, self._watch, self._hooks = "", None, None
         self._steps, self._blocks = itertools.count(1), itertools.count()
 
     def train(self, mode: str) -> None:
@@ -102,15 +141,16 @@ class Training:
         if mode != self._mode:
             self._enter(mode)
         else:
-            self._step(mode)
+            self._timed_step(mode)
 
     def _enter(self, mode: str) -> None:
         self.leave()
         self._mode = mode
         if (knobs := self._modes[mode]) is not None:
             self._watch = self._attach(knobs)
+            self._hooks = Hooks(self._watch)
         for _ in range(self._warm):
-            self._step("")
+            self.run.step(next(self._steps))
 
     def _attach(self, knobs: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a Watch, importable once torch is
         import tpwatch
@@ -118,20 +158,29 @@ class Training:
         out = {"out": str(self._folder / str(next(self._blocks)))}
         return tpwatch.attach(self.run.chunks, self.run.optimizer, {**knobs, **out}, adapter="megatron")
 
-    def _step(self, mode: str) -> None:
+    def _timed_step(self, mode: str) -> None:
         before = self._watch.last_report if self._watch else None
+        beside = other_threads()
+        if self._hooks:
+            self._hooks.take()
         self.run.step(next(self._steps))
-        report = self._watch.last_report if self._watch else None
-        if mode and report is not None and report is not before:
-            self.spent[mode].append(report.seconds)
+        self.beside[mode].append(other_threads() - beside)
+        if self._hooks:
+            taken = self._hooks.take()
+            self.inside[mode].append(sum(taken.values()))
+            self.meeting[mode].append(taken["gradients_ready"])
+            if self._watch.last_report is not before:
+                self.checked[mode].append(self.inside[mode][-1])
 
     def leave(self) -> None:
         """Detach; stop the benchmark if what it watched was not a healthy run."""
         if self._watch is not None:
             if not self._watch.enabled or self._watch.findings:
                 sys.exit(f"not a healthy watched run: {self._watch.reason} {self._watch.findings}")
+            if self._watch.config.meets and self._watch.job_view is None:
+                sys.exit("the ranks of the job should have met, and did not")
             self._watch.detach()
-        self._watch, self._mode = None, ""
+        self._watch, self._mode, self._hooks = None, "", None
 
     def replicated(self) -> tuple[int, int, int]:
         """Number and bytes of the watched parameters, and bytes of all parameters, on this rank."""
@@ -142,35 +191,49 @@ class Training:
         return len(watched), sum(watched), sum(p.tensor.nbytes for p in found)
 
 
+def other_threads() -> float:
+    """Processor seconds that threads of this process other than the calling one have taken."""
+    return time.process_time() - time.thread_time()
+
+
 def steps(rank: int, date: str, tiny: bool) -> None:  # noqa: FBT001
     """Both models, in one set of processes."""
     from tpwatch.lab.model import build
 
     logging.getLogger("tpwatch").setLevel(logging.ERROR)
-    rounds, calls, warm = (1, 2, 1) if tiny else (6, TIMED, WARM)
+    rounds, calls, warm = (1, 2, 1) if tiny else (4, TIMED, WARM)
     cases, notes = {}, []
     with scratch() as folder:
         for name, edit in MODELS.items():
             training = Training(build(TINY if tiny else SECOND, edit), MODES, Path(folder) / name, warm)
             subjects = [Subject(mode, partial(training.train, mode)) for mode in MODES]
-            times = measure(subjects, rounds, calls)
+            times = measure(subjects, rounds, calls, untimed=0)
             training.leave()
             count, watched, everything = training.replicated()
             moved = POINTS * watched + 2 * payload(count)
+            a_step = {"every step": moved, "every 10th step": moved // 10}
             share = f"{watched / everything:.1%} of {everything / 1e6:.1f} MB a rank"
-            checked = dict.fromkeys(list(MODES)[1:], moved)
-            cases[f"{name}: {count} replicated, {share}"] = times, checked
-            notes.append(f"{name}: {in_words(times, training.spent, calls)}")
+            cases[f"{name}: {count} replicated, {share}"] = times, a_step
+            cases[f"{INSIDE}: {name}"] = {"a step, off": times["off"], **by_round(training.inside, calls)}, a_step
+            notes.append(f"{name}: {in_words(times, training)}")
             training.run.close()
     report = Record("step_overhead", " ".join(["TP2.", *notes]), rank=rank, date=date, tiny=tiny)
-    for case, (times, checked) in cases.items():
-        report.add(case, times, checked)
+    for case, (times, moved_by) in cases.items():
+        report.add(case, times, moved_by)
 
 
-def in_words(times: Mapping[str, list[float]], spent: Mapping[str, list[float]], steps_a_round: int) -> str:
+def by_round(seconds: Mapping[str, list[float]], steps_a_round: int) -> dict[str, list[float]]:
+    """Seconds of an average step in each round, of the modes that have any."""
+    starts = {mode: range(0, len(taken), steps_a_round) for mode, taken in seconds.items() if taken}
+    return {
+        mode: [statistics.mean(seconds[mode][start : start + steps_a_round]) for start in begun]
+        for mode, begun in starts.items()
+    }
+
+
+def in_words(times: Mapping[str, list[float]], training: Training) -> str:
     """What the times say: cost of each mode against the first, and the noise of that."""
     first, off = next(iter(times.items()))
-    taken = (len(off) + 1) * steps_a_round  # the round that is not timed was watched too
     parts = []
     for mode, seconds in times.items():
         said = []
@@ -178,9 +241,10 @@ def in_words(times: Mapping[str, list[float]], spent: Mapping[str, list[float]],
             pairs = sorted(watched / reference - 1.0 for watched, reference in zip(seconds, off, strict=True))
             ends = f"(rounds {pairs[0]:+.2%} to {pairs[-1]:+.2%})"
             said.append(f"{statistics.median(pairs):+.2%} of the step time {ends}")
-        if spent[mode]:
-            inside, share = statistics.median(spent[mode]), sum(spent[mode]) / taken / statistics.mean(seconds)
-            said.append(f"inside tpwatch {inside * 1e3:.2f} ms a check, {share:.3%} of the time")
+        if inside := training.inside[mode]:
+            checked = statistics.median(training.checked[mode]) * 1e3
+            share = statistics.mean(inside) / statistics.mean(seconds)
+            said.append(f"inside tpwatch, all hooks: {checked:.2f} ms a checked step, {share:.3%} of the time")
         if said:
             parts.append(f"{mode} {', '.join(said)}")
     spread = (max(off) - min(off)) / statistics.median(off)

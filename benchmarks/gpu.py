@@ -1,6 +1,6 @@
 """The GPU kernel on a real card: speed, launch time, no waiting, same rows, real exchanges.
 
-    python benchmarks/gpu.py
+    python benchmarks/gpu.py [--smoke]
 
 Without a CUDA device it says so and measures nothing. With one it first runs `tests/gpu`, and stops if a test fails:
 
@@ -9,7 +9,8 @@ Without a CUDA device it says so and measures nothing. With one it first runs `t
 3. two gloo ranks with CUDA tensors name a gradient that was not summed, and nothing where all were.
 
 It then measures GB/s beside a device-to-device copy (which moves every byte twice) and `torch.sum`, and
-the time the host needs for the launches.
+the time the host needs for the launches alone. `--smoke`: the same, tiny, on the CPU, so that this program runs before
+there is a card.
 """
 
 from __future__ import annotations
@@ -17,16 +18,20 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from _harness import Report, Subject
+from _harness import Subject
+from _ranks import Record, smoke
 
 from tpwatch.fingerprint import Fingerprinter, choose
 from tpwatch.fingerprint.layout import ROW
 
 MIB = 1 << 20
+SIZES = {"1 GiB": (1, 1024 * MIB), "3,000 x 4 KiB": (3000, 4096)}
+TINY = {"3 x 4 KiB": (3, 4096)}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def check() -> None:
@@ -36,60 +41,46 @@ def check() -> None:
         sys.exit("a test failed on this card: nothing is measured")
 
 
-def finished(call: Callable[[], object]) -> Callable[[], None]:
-    """The call together with the wait for the device."""
+def wait(device: str) -> None:
+    """Wait for the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def finished(subject: Subject, device: str) -> Subject:
+    """The subject together with the wait for the device."""
 
     def run() -> None:
-        call()
-        torch.cuda.synchronize()
+        subject.call()
+        wait(device)
 
-    return run
-
-
-def measure_speed(report: Report, chosen: Fingerprinter) -> None:
-    """GB/s of one large tensor and of many small ones, beside copy and sum."""
-    for dtype in (torch.float32, torch.bfloat16):
-        cases = {
-            "1 GiB": [torch.randn(1024 * MIB // dtype.itemsize, device="cuda").to(dtype)],
-            "3,000 x 4 KiB": [torch.randn(4096 // dtype.itemsize, device="cuda").to(dtype) for _ in range(3000)],
-        }
-        for case, tensors in cases.items():
-            moved = sum(t.nbytes for t in tensors)
-            copies = [torch.empty_like(t) for t in tensors]
-            out = torch.empty(len(tensors), ROW, dtype=torch.float64, device="cuda")
-
-            def copy(to: list[torch.Tensor] = copies, of: list[torch.Tensor] = tensors) -> None:
-                torch._foreach_copy_(to, of)
-
-            def fingerprint(of: list[torch.Tensor] = tensors, to: torch.Tensor = out) -> None:
-                chosen.rows(of, to)
-
-            def add(of: list[torch.Tensor] = tensors) -> None:
-                for tensor in of:
-                    tensor.sum()
-
-            report.case(
-                f"{case} {str(dtype).removeprefix('torch.')}",
-                [
-                    Subject("device copy", finished(copy), 2 * moved, baseline=True),
-                    Subject("torch.sum", finished(add), moved),
-                    Subject(f"tpwatch {chosen.name}", finished(fingerprint), moved),
-                ],
-                calls=3,
-            )
+    return Subject(subject.name, run, subject.moved, subject.baseline)
 
 
-def measure_launch(chosen: Fingerprinter) -> None:
-    """Time of the host alone for one call over 3,000 tensors."""
-    tensors = [torch.randn(1024, device="cuda") for _ in range(3000)]
-    out = torch.empty(len(tensors), ROW, dtype=torch.float64, device="cuda")
-    times = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        chosen.rows(tensors, out)
-        times.append(time.perf_counter() - begin)
-    print(f"host time of one call, 3,000 tensors: median {sorted(times)[10] * 1e6:.0f} us")
+def subjects(tensors: list[torch.Tensor], chosen: Fingerprinter) -> list[Subject]:
+    """Fingerprints beside copy and sum, without waiting for any."""
+    moved = sum(t.nbytes for t in tensors)
+    copies = [torch.empty_like(t) for t in tensors]
+    out = torch.empty(len(tensors), ROW, dtype=torch.float64, device=tensors[0].device)
+    calls: dict[str, tuple[Callable[[], object], int]] = {
+        "device copy": (lambda: torch._foreach_copy_(copies, tensors), 2 * moved),
+        "torch.sum": (lambda: [tensor.sum() for tensor in tensors], moved),
+        f"tpwatch {chosen.name}": (lambda: chosen.rows(tensors, out), moved),
+    }
+    return [Subject(name, call, moved, name == "device copy") for name, (call, moved) in calls.items()]
+
+
+def launches(subjects: Sequence[Subject], device: str, rounds: int) -> dict[str, list[float]]:
+    """Seconds that the host needs to begin each, on a device that has nothing else to do."""
+    times: dict[str, list[float]] = {subject.name: [] for subject in subjects}
+    for number in range(1 + rounds):
+        for subject in subjects:
+            wait(device)
+            begin = time.perf_counter()
+            subject.call()
+            if number:
+                times[subject.name].append(time.perf_counter() - begin)
+    return times
 
 
 def driver() -> str:
@@ -102,19 +93,32 @@ def driver() -> str:
     return done.stdout.split()[0]
 
 
+def measure_all(device: str, card: str, *, tiny: bool) -> None:
+    """GB/s of one large tensor and of many small ones, and of the latter the host alone."""
+    torch.manual_seed(0)
+    report = Record("gpu", card, tiny=tiny)
+    chosen = choose(device)
+    print(f"{chosen.name} ({chosen.reason})")
+    compared: list[Subject] = []
+    for case, (count, size) in (TINY if tiny else SIZES).items():
+        for name, dtype in DTYPES.items():
+            tensors = [torch.randn(size // dtype.itemsize, device=device).to(dtype) for _ in range(count)]
+            compared = subjects(tensors, chosen)
+            at_rest = [finished(subject, device) for subject in compared]
+            report.case(f"{case} {name}", at_rest, rounds=1 if tiny else 11, calls=1 if tiny else 3)
+    report.add(f"the host alone, {case} {name}", launches(compared, device, 1 if tiny else 20), {})
+
+
 def main() -> None:
     """Check and measure, or say that there is nothing to run on."""
-    if not torch.cuda.is_available():
+    if smoke(__doc__):
+        measure_all("cpu", "No card: tiny, on the CPU.", tiny=True)
+    elif torch.cuda.is_available():
+        check()
+        card = torch.cuda.get_device_name()
+        measure_all("cuda", f"{card}, driver {driver()}, CUDA {torch.version.cuda}.", tiny=False)
+    else:
         print("no CUDA device: not run")
-        return
-    torch.manual_seed(0)
-    card = torch.cuda.get_device_name()
-    report = Report("gpu", f"{card}, driver {driver()}, CUDA {torch.version.cuda}.")
-    chosen = choose("cuda")
-    print(f"{card}: {chosen.name} ({chosen.reason})")
-    check()
-    measure_speed(report, chosen)
-    measure_launch(chosen)
 
 
 if __name__ == "__main__":
