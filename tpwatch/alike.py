@@ -54,10 +54,21 @@ class Alike:
 
     def _pack(self) -> None:
         """Hash value and states of every replica. What a rank lacks gives zeros: equal only if all ranks lack it."""
-        source = self._parts.source
-        replicas = zip(source.values(), source.states(), strict=True)
-        self._parts.fingerprinter.rows([t for value, states in replicas for t in (value, *states)], self._rows)
+        self._parts.fingerprinter.rows([t for kept in held(self._parts) for t in kept], self._rows)
         self._buffer[0, 1:].view(-1, _HASH).copy_(self._rows[:, :_HASH])
+
+
+def held(parts: Parts) -> list[tuple[torch.Tensor | None, ...]]:
+    """What this rank holds of every replica, each as in `LABELS`.
+
+    State that an optimizer keeps on the host, away from the values, counts as none: it is not compared.
+    """
+
+    def near(state: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor | None:
+        return state if state is not None and state.device == value.device else None
+
+    replicas = zip(parts.source.values(), parts.source.states(), strict=True)
+    return [(value, *(near(state, value) for state in states)) for value, states in replicas]
 
 
 def _named(marks: list[bool]) -> tuple[str, ...]:

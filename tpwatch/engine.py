@@ -5,10 +5,13 @@ Knows the shape of things only; when they are called is in `watch`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tpwatch._guard import Guard, say
+from tpwatch.handshake import agree_to
 from tpwatch.job import Job
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Scope
@@ -64,3 +67,12 @@ class Engine:
     """Write the last word, given the last step, and close the log."""
     summarize: Callable[[], None]
     """Derive `summary.json` from the event files; does nothing but on rank 0."""
+
+    def meet(self, what: str, timeout: float, guard: Guard, *, everyone: bool = False) -> bool:
+        """Agree through the store, with the replica group or with the whole job, to do `what` now."""
+        who = self.membership
+        ranks = who.world_ranks if everyone else who.group_ranks
+        outcome = guard.attempt(f"meeting for {what}", agree_to, what, who.rank, ranks, timeout)
+        if outcome.value:
+            say(logging.INFO, "tpwatch: no %s: %s", what, outcome.value)
+        return outcome.value == ""

@@ -125,22 +125,15 @@ class Exchange:
 
 
 class Pending:
-    """A reduced buffer on its way to the host: into pinned memory, with an event, on CUDA; a copy on CPU.
+    """A reduced buffer on its way to the host.
 
     Every column is finite by construction (`fingerprint.layout`), so that NaN can stand for what has not arrived.
     """
 
-    def __init__(self, buffer: torch.Tensor, host: torch.Tensor) -> None:
-        """Start the copy of `buffer` into `host` (same shape, pinned where the device is CUDA)."""
+    def __init__(self, host: torch.Tensor, event: torch.cuda.Event | None = None) -> None:
+        """`host` is what it comes to; `event` tells when it is there, and is None if it is already."""
         self.host = host
-        self._event: torch.cuda.Event | None = None
-        if buffer.is_cuda:
-            host.fill_(math.nan)
-            host.copy_(buffer, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-        else:
-            host.copy_(buffer)
+        self._event = event
 
     def ready(self) -> bool:
         """True if the copy has arrived; never waits.
@@ -157,23 +150,15 @@ class Pending:
         return self.host
 
 
-class Unread(Pending):
-    """Stands for a buffer that this rank cannot read: what is left to go by is what it sent itself."""
-
-    def __init__(self, host: torch.Tensor) -> None:
-        """`host` is void, and says `disabled` if this rank did: all who can read read that too."""
-        self.host = host
-        self._event = None
-
-
 class ReadBack:
-    """Two host buffers per side, used in turn.
+    """Two host buffers per side, used in turn: the copy of one check is read while the next one is on its way.
 
-    The copy of one check is read while the next one is on its way.
+    On CUDA they are pinned, and copied to on a stream of its own, so that nothing in the training stream stands behind
+    a copy; an event tells when it is done.
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        """Allocate the host buffers once, pinned for CUDA."""
+        """Allocate the host buffers once."""
         pinned = device.type == "cuda"
         shape = (2, layout.half)
         self._hosts = [torch.zeros(shape, dtype=torch.float64, pin_memory=pinned) for _ in range(4)]
@@ -181,15 +166,39 @@ class ReadBack:
         self._void, self._over = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
         self._void[0, HEADER.index("failed")] = 1.0
         self._over[0, HEADER.index("disabled")] = 1.0
+        self._side = torch.cuda.Stream(device) if pinned else None
+        self._leaving: dict[int, torch.cuda.Event] = {}
 
     def unread(self, *, disabled: bool) -> Pending:
-        """In place of a read-back that has failed; `disabled` is what this rank sent. Takes no memory."""
-        return Unread(self._over if disabled else self._void)
+        """In place of a read-back that has failed; `disabled` is what this rank sent. Takes no memory.
+
+        What is left to go by is what it sent itself: void, and `disabled` if it said that, which all who can read read.
+        """
+        return Pending(self._over if disabled else self._void)
 
     def start(self, buffer: torch.Tensor) -> Pending:
         """Begin reading `buffer` back."""
         self._turn = (self._turn + 1) % len(self._hosts)
-        return Pending(buffer, self._hosts[self._turn])
+        host = self._hosts[self._turn]
+        if self._side is None:
+            host.copy_(buffer)
+            return Pending(host)
+        return Pending(host, self._aside(self._side, buffer, host))
+
+    def _aside(self, side: torch.cuda.Stream, buffer: torch.Tensor, host: torch.Tensor) -> torch.cuda.Event:
+        """Copy on the side stream, once the training stream has come as far as here."""
+        host.fill_(math.nan)
+        side.wait_stream(torch.cuda.current_stream(side.device))
+        with torch.cuda.stream(side):
+            host.copy_(buffer, non_blocking=True)
+        event: torch.cuda.Event = side.record_event()
+        self._leaving[id(buffer)] = event
+        return event
+
+    def let_go(self, buffer: torch.Tensor) -> None:
+        """Before `buffer` is packed again: the training stream waits, and not the host, for the copy under way."""
+        if self._side is not None and (event := self._leaving.get(id(buffer))) is not None:
+            torch.cuda.current_stream(self._side.device).wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ collective over the job in every framework, and so is this. Knows policy and fin
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from tpwatch.config import Config
 from tpwatch.diagnose import state_finding
 from tpwatch.errors import ReplicaFault
 from tpwatch.export.jsonl import write_annotation
+from tpwatch.handshake import AMID_TRAINING, agree_to, decline
 from tpwatch.job import Job, Word
 from tpwatch.monitor import Monitor
 
@@ -56,28 +58,47 @@ class Gate:
         values = sum(VALUE in labels for labels in apart.values())
         counts = {"drift": values, "optimizer-mismatch": len(apart) - values}
         word = Word(stop=bool(apart), save=asked_for, counts=counts, ratio=0.0, max_abs=0.0)
-        view = self._guard.attempt("meeting before a save", job.meet, step, word).value
+        view = self._guard.attempt("meeting before a save", job.meet, step, word, self._guard).value
         if view is not None and view.stop and not view.save:
             known = [f for f in self._monitor.parts.diagnosis.findings if f.parameter in apart]
             if apart:
                 self._monitor.ledger.abort(step, known)
             raise ReplicaFault(known, step, view.counts, what="refused to save a checkpoint")
 
-    def after_save(self, step: int, directory: Path) -> None:
+    def after_save(self, step: int, directory: str | os.PathLike[str]) -> None:
         """Leave word in the checkpoint: what differs in this group, or, from rank 0, that nothing does in its own."""
-        plan = self._monitor.parts.plan
-        leader = self._monitor.parts.group_rank == 0
-        if self._config.checkpoint != "annotate" or self._last is None:
+        parts = self._monitor.parts
+        if self._config.checkpoint != "annotate" or self._last is None or parts.group_rank != 0:
             return
-        if leader and (self._last or plan.ranks[0] == 0):
-            findings = [f for f in self._monitor.parts.diagnosis.findings if f.counts]
-            self._guard.attempt("annotating", write_annotation, directory, plan.group, step, self._last, findings)
+        if self._last or parts.rank == 0:
+            self._guard.attempt("annotating", self._annotate, step, os.fspath(directory), self._last)
+
+    def _annotate(self, step: int, directory: str, apart: Differing) -> None:
+        if "://" in directory:
+            self._say(step, f"the checkpoint was not annotated: {directory} is no folder of a file system")
+            return
+        findings = [f for f in self._monitor.parts.diagnosis.findings if f.counts]
+        write_annotation(Path(directory), self._monitor.parts.plan.group, step, apart, findings)
 
     @contextmanager
     def loading(self, step: int) -> Iterator[None]:
-        """Compare before and after what is done inside. Collectives over the group."""
+        """Compare before and after what is done inside. Collectives over the group.
+
+        Afterwards only once every rank has said through the store that its load is done: one whose load has raised
+        does not come back here.
+        """
+        parts, timeout = self._monitor.parts, min(AMID_TRAINING, self._config.handshake_timeout)
         before = self._look(step, "before a checkpoint is loaded")
-        yield
+        loaded = False
+        try:
+            yield
+            loaded = True
+        finally:
+            if not loaded:
+                self._guard.attempt("declining", decline, "loaded", parts.rank, parts.plan.ranks)
+        came = self._guard.attempt("meeting after a load", agree_to, "loaded", parts.rank, parts.plan.ranks, timeout)
+        if came.value != "":
+            return
         after = self._look(step, "after a checkpoint was loaded")
         if before is None or after is None:
             return

@@ -28,6 +28,10 @@ Judge = Callable[[Mapping[int, Payload]], str]
 AMID_TRAINING = 30.0
 """Seconds that a meeting may take once training runs, and at its end: nobody waits two minutes for a monitor then."""
 
+AT_ONCE = 5.0
+"""Seconds for ranks that have just left a collective together: one that is not there by then is not coming, but waits
+in a collective of the framework's, whose own timeout must not run out."""
+
 _ON = "on"
 _POLL_FIRST, _POLL_LONGEST = 0.002, 0.1
 
@@ -124,7 +128,23 @@ def next_round(store: Store, what: str, rank: int) -> int:
 
 
 def agree_to(what: str, rank: int, ranks: Sequence[int], timeout: float) -> str:
-    """Meet `ranks` over one question, as often as it comes up; empty if all came, else the reason."""
+    """Meet `ranks` over one question amid training, as often as it comes up; empty if all came, else the reason.
+
+    What a rank has read from a reduced buffer it may have read alone: another can have failed over it. Nobody acts on
+    it who has not seen here that all have.
+    """
+    if not dist.is_initialized():
+        return "the process group is gone"
+    return _amid_training(what, rank, ranks, timeout).hold({})
+
+
+def decline(what: str, rank: int, ranks: Sequence[int]) -> None:
+    """Stay away from the next meeting over `what`, and spare the others the waiting."""
+    if dist.is_initialized():
+        _amid_training(what, rank, ranks, 0.0).decline(f"rank {rank} could not come")
+
+
+def _amid_training(what: str, rank: int, ranks: Sequence[int], timeout: float) -> Meeting:
     store, name = default_store(), f"{what}/{ranks[0]}-{ranks[-1]}"
     number = next_round(store, name, rank)
-    return Meeting(store, f"{name}/{number}", rank, ranks, timeout).hold({})
+    return Meeting(store, f"{name}/{number}", rank, ranks, timeout)

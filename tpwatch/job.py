@@ -16,21 +16,24 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from tpwatch._guard import Guard
 from tpwatch.records import KINDS
 
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What one replica group has to say about a step; of its ranks only the leader counts."""
+    """What one rank has to say about a step: the same as the others of its replica group, unless it failed."""
 
     stop: bool
     save: bool
     """A checkpoint is wanted before the stop."""
     counts: Mapping[str, int]
-    """Causes of warning or error, by kind."""
+    """Causes of warning or error, by kind; of each group those of its leader count."""
     ratio: float
     """Largest norm(post) / norm(pre) of a finding, 0 if none has one."""
     max_abs: float
+    now: bool = False
+    """Training does not survive what was found: stop, however few faults there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,7 @@ class JobView:
     step: int
     stop: bool
     save: bool
-    groups_stopping: int
+    now: bool
     counts: Mapping[str, int]
     """Findings summed over replica groups: data-parallel peers of a parameter each count their own."""
     ratio: float
@@ -53,24 +56,33 @@ class JobView:
 
 
 class Job:
-    """The meeting of all ranks. Two collectives a meeting: a sum of counts and a maximum of measures."""
+    """The meeting of all ranks. Two collectives, on their way together: a sum of counts, and a maximum of the rest.
+
+    It is read at once, and waits for the device: whoever reads later stops an update later. Megatron's optimizer
+    waits right behind it all the same, for the norm of the gradients.
+    """
 
     def __init__(self, *, leader: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
         """`leader`: this rank speaks for its replica group. `group`: all ranks of the job (None: the default group)."""
         self._leader = leader
         self._group = group
-        self._sums = torch.zeros(2 + len(KINDS), dtype=torch.float64, device=device)
-        self._tops = torch.zeros(2, dtype=torch.float64, device=device)
+        self._both = torch.zeros(len(KINDS) + 5, dtype=torch.float64, device=device)
+        self._sums, self._tops = self._both[: len(KINDS)], self._both[len(KINDS) :]
 
-    def meet(self, step: int, word: Word) -> JobView:
-        """Say this group's word and hear the job's. A collective over all ranks; waits for the result."""
-        said = [word.stop, word.save, *(word.counts.get(kind, 0) for kind in KINDS)]
-        sums = [float(number) * self._leader for number in said]
-        self._sums.copy_(torch.tensor(sums, dtype=torch.float64))
-        self._tops.copy_(torch.tensor([word.ratio, word.max_abs], dtype=torch.float64))
-        dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group)
-        dist.all_reduce(self._tops, op=dist.ReduceOp.MAX, group=self._group)
-        stopping, saving, *counts = self._sums.tolist()
-        ratio, max_abs = self._tops.tolist()
-        seen = {kind: int(count) for kind, count in zip(KINDS, counts, strict=True) if count}
-        return JobView(step, stopping > 0, saving > 0, int(stopping), seen, ratio, max_abs)
+    def meet(self, step: int, word: Word, guard: Guard) -> JobView:
+        """Say this rank's word and hear the job's. A collective over all ranks, also where the word cannot be said."""
+        if not guard.attempt("the word of this rank", self._say, word).ok:
+            self._both.zero_()
+        sums = dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        tops = dist.all_reduce(self._tops, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        for work in (sums, tops):
+            work.wait()
+        heard = self._both.tolist()
+        stop, save, now, ratio, max_abs = heard[len(KINDS) :]
+        seen = {kind: int(count) for kind, count in zip(KINDS, heard, strict=False) if count}
+        return JobView(step, stop > 0, save > 0, now > 0, seen, ratio, max_abs)
+
+    def _say(self, word: Word) -> None:
+        counts = [float(word.counts.get(kind, 0)) * self._leader for kind in KINDS]
+        tops = [float(x) for x in (word.stop, word.save, word.now, word.ratio, word.max_abs)]
+        self._both.copy_(torch.tensor([*counts, *tops], dtype=torch.float64))

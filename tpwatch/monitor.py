@@ -36,6 +36,7 @@ from tpwatch.exchange import (
 )  # fmt: skip
 from tpwatch.explain import Explainer
 from tpwatch.fingerprint.layout import ROW
+from tpwatch.handshake import AT_ONCE, agree_to
 from tpwatch.ledger import Ledger
 from tpwatch.lookout import Lookout
 from tpwatch.pace import Pace
@@ -60,11 +61,13 @@ class Monitor:
         self.config = config
         self.guard = guard
         self.watching = n > 0
+        self.together = True
+        """False if a peer did not come to what all ranks of the group should have come to in this step."""
         self.last_report: StepReport | None = None
         self.stopping: tuple[Finding, ...] = ()
         """Findings that ask for the run to be stopped: the same on every rank of the group."""
         self.listeners: list[Callable[[Sequence[Finding]], None]] = []
-        """Called with findings that are new or worse than before, on the training thread."""
+        """Called with findings that are new or worse than before and not ignored, on the training thread."""
         self.ledger = Ledger(parts.recorder, guard)
         self.pace = Pace(config)
         self._digest = parts.plan.digest
@@ -76,7 +79,7 @@ class Monitor:
         self._exit_rows = torch.zeros(n, ROW, dtype=torch.float64, device=parts.device)
         self._prompt = parts.device.type == "cpu" if config.guard == "auto" else config.guard == "before_update"
         self._resync = Resync(parts, config, self.ledger) if config.resync != "off" else None
-        self._presence = Presence(parts.exchange, parts.plan, parts.group_rank, parts.device)
+        self._presence = Presence(parts, min(AT_ONCE, config.handshake_timeout))
         self._signatures: dict[int, torch.Tensor] = {}
         self._open: Check | None = None
         self._pending: Check | None = None
@@ -91,6 +94,7 @@ class Monitor:
     def before_reduction(self, step: int, call: int, scope: Scope) -> None:
         """Entry side, in front of the framework's TP reduction. A collective on checked steps."""
         self.catch_up()
+        self.together = True
         if not self.watching or not self.pace.due(step):
             return
         started = self.parts.clock()
@@ -114,6 +118,10 @@ class Monitor:
             self._alone("the verdict", self._conclude, check)
         else:
             self._pending = check
+
+    def forget(self) -> None:
+        """The framework's reduction is left out, on every rank of the group: there is nothing behind it to compare."""
+        self._open = None
 
     def check_values(self, step: int) -> None:
         """Compare values alone, outside a step (end of training, before a save). A collective."""
@@ -181,6 +189,7 @@ class Monitor:
         return (phase, check.at.call, check.at.step, *plan, check.digest, *flags)
 
     def _pack_entry(self, check: Check) -> None:
+        self._readback.let_go(self._buffers.entry)
         self._explainer.prepare(check.targets)
         n, half = self._layout.n, self._buffers.entry[0]
         look = self.parts.source.look(check.scope)
@@ -190,6 +199,7 @@ class Monitor:
         check.tensors = tensors
 
     def _pack_exit(self, check: Check) -> None:
+        self._readback.let_go(self._buffers.exit)
         n, half = self._layout.n, self._buffers.exit[0]
         look = self.parts.source.look(check.scope)
         self.parts.fingerprinter.rows(look.gradients, self._exit_rows, self._layout.heads(half, n))
@@ -232,7 +242,7 @@ class Monitor:
         if self._void(check, reduced) or not (uneven := reduced.uneven()):
             return
         rows, before = reduced.rows(uneven), self.parts.exchange.collectives
-        self._presence.find_absent(rows)
+        self.together = self._presence.find_absent(rows)
         check.deep += self.parts.exchange.collectives - before
         rows = self._presence.complete(rows)
         self._act(check.at.step, self.parts.diagnosis.presence(check.at, rows))
@@ -245,7 +255,7 @@ class Monitor:
         """
         if check is self._open or check is self._pending:
             reduced = Reduced(self._layout, self.parts.plan.ranks, entry, None)
-            self._presence.foretell(check.at.step, reduced, self.parts.plan, self.ledger)
+            self._presence.foretell(check.at.step, reduced, self.ledger)
 
     def close(self) -> None:
         """Stop the lookout. Idempotent."""
@@ -258,9 +268,9 @@ class Monitor:
         if entry is None:
             return
         reduced = Reduced(self._layout, self.parts.plan.ranks, entry, check.exit.wait() if check.exit else None)
-        evidence = self._explainer.conclude()
         if self._void(check, reduced):
             return
+        evidence = self._explainer.conclude()
         judging = self.parts.clock()
         outcome = self._observe(check, reduced, evidence)
         ended = self.parts.clock()
@@ -271,7 +281,7 @@ class Monitor:
         self.ledger.check(self.last_report)
         if outcome.judged:
             self.ledger.status(check.at.step, self.parts.diagnosis)
-        if self._resync is not None:
+        if self._resync is not None and check.at.call:
             self._resync.mend(check.at.step, reduced.apart(), self.parts.diagnosis.findings)
         self._keep_pace(check, reduced)
 
@@ -295,6 +305,7 @@ class Monitor:
             if header.mismatch:
                 self._act(check.at.step, self._mismatch(check, header.mismatch))
             if header.mismatch or header.flag("failed"):
+                self.parts.diagnosis.missed()
                 return True
         return False
 
@@ -324,13 +335,16 @@ class Monitor:
             self.ledger.finding(step, finding)
         for finding in outcome.new if self.parts.group_rank == 0 else ():
             self.guard.attempt("announcing", act.announce, finding, self.config)
-        for tell in self.listeners if outcome.new else ():
-            self.guard.attempt("a listener", tell, outcome.new)
+        told = act.told(outcome.new, self.config)
+        for tell in self.listeners if told else ():
+            self.guard.attempt("a listener", tell, told)
         self.stopping += act.must_stop(outcome.new, self.config)
 
     def _keep_pace(self, check: Check, reduced: Reduced) -> None:
-        """Stretch the interval if any rank says that checks are too slow: all read it from the same header."""
+        """Stretch the interval if a rank says that checks are too slow, and if all ranks know: see `agree_to`."""
         if any(header.flag("slow") for header in reduced.headers):
-            self.ledger.note(check.at.step, self.pace.stretch())
+            timeout = min(AT_ONCE, self.config.handshake_timeout)
+            if not agree_to("stretch", self.parts.rank, self.parts.plan.ranks, timeout):
+                self.ledger.note(check.at.step, self.pace.stretch())
         elif check.at.call == 1:
             self.pace.spend(check.seconds, self._step_seconds)

@@ -1,7 +1,7 @@
 """How often a group checks: the configured schedule, stretched while checks cost more than the user allows.
 
 Whether a step is checked must be the same on every rank. The schedule depends on the step number; the cost is local, so
-it only raises a flag in the header of the next buffer, and all ranks that read the reduced header stretch together.
+it only raises a flag in the header of the next buffer, and the ranks that read it there agree to stretch together.
 """
 
 from __future__ import annotations

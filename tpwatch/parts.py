@@ -94,6 +94,11 @@ class Parts:
     device: torch.device
     clock: Callable[[], float] = time.perf_counter
 
+    @property
+    def rank(self) -> int:
+        """This rank's number in the job."""
+        return self.plan.ranks[self.group_rank]
+
 
 @dataclass(slots=True)
 class Check:

@@ -11,21 +11,25 @@ from dataclasses import replace
 import torch
 
 from tpwatch.diagnose import presence_finding
-from tpwatch.exchange import FLAGS, Exchange, presence_flags
+from tpwatch.exchange import FLAGS, presence_flags
+from tpwatch.handshake import agree_to
 from tpwatch.ledger import Ledger
-from tpwatch.records import RowObservation, WatchPlan
+from tpwatch.parts import Parts
+from tpwatch.records import RowObservation
 from tpwatch.reduced import Reduced
 
 
 class Presence:
     """Presence of the gradients of one plan over one replica group."""
 
-    def __init__(self, exchange: Exchange, plan: WatchPlan, group_rank: int, device: torch.device) -> None:
-        """Nothing is known yet. Memory for the gather is taken now: none is needed to join the others."""
-        n = len(plan.replicas)
-        self._exchange = exchange
-        self._ranks = plan.ranks
-        self._group_rank = group_rank
+    def __init__(self, parts: Parts, timeout: float) -> None:
+        """Nothing is known yet. Memory for the gather is taken now: none is needed to join the others.
+
+        `timeout`: seconds that they are waited for, where one may have failed on the way to the gather.
+        """
+        n, exchange, device = len(parts.plan.replicas), parts.exchange, parts.device
+        self._parts = parts
+        self._timeout = timeout
         self._marks = torch.zeros(n, dtype=torch.float64, device=device)
         self._room = torch.zeros(exchange.size * n, dtype=torch.float64, device=device)
         self._present: tuple[float, ...] = ()
@@ -40,34 +44,39 @@ class Presence:
         """
         if tuple(present) != self._present:
             marked = torch.zeros_like(flags)
-            presence_flags(marked, present, self._group_rank)
+            presence_flags(marked, present, self._parts.group_rank)
             self._flags, self._present = marked, tuple(present)
         flags.copy_(self._flags)
 
-    def find_absent(self, rows: Sequence[RowObservation]) -> None:
+    def find_absent(self, rows: Sequence[RowObservation]) -> bool:
         """Learn which ranks lack the gradients of `rows`: the reduced columns tell the ends only.
 
-        One collective the first time a row is uneven and whenever its ends have changed. Every rank
-        read the same `rows` from the reduced buffer and so enters it.
+        One collective the first time a row is uneven and whenever its ends have changed, once every rank has said
+        through the store that it comes: one that could not read the buffer does not know of it. Then the ends are all
+        that is known, and False says that not all ranks are here.
         """
         if all(_ends(self._absent.get(row.index, ())) == row.absent for row in rows):
-            return
+            return True
+        if agree_to("absent", self._parts.rank, self._parts.plan.ranks, self._timeout):
+            return False
         mine = [self._present[row.index] for row in rows]
         marks = self._marks[: len(mine)]
         marks.copy_(torch.tensor(mine, dtype=torch.float64))
-        room = self._room[: self._exchange.size * len(mine)].view(self._exchange.size, -1)
-        present = self._exchange.gather(marks, room).T.tolist()
+        exchange = self._parts.exchange
+        room = self._room[: exchange.size * len(mine)].view(exchange.size, -1)
+        present = exchange.gather(marks, room).T.tolist()
         for row, column in zip(rows, present, strict=True):
-            pairs = zip(self._ranks, column, strict=True)
+            pairs = zip(self._parts.plan.ranks, column, strict=True)
             self._absent[row.index] = tuple(rank for rank, mark in pairs if mark == 0.0)
+        return True
 
-    def foretell(self, step: int, reduced: Reduced, plan: WatchPlan, ledger: Ledger) -> None:
+    def foretell(self, step: int, reduced: Reduced, ledger: Ledger) -> None:
         """Write down rows that are uneven, each once, before anything is concluded about this check."""
         if any(header.mismatch or header.flag("failed") for header in reduced.headers):
             return
         for row in reduced.rows([index for index in reduced.uneven() if index not in self._foretold]):
             self._foretold.add(row.index)
-            ledger.finding(step, presence_finding(plan, row, step))
+            ledger.finding(step, presence_finding(self._parts.plan, row, step))
 
     def complete(self, rows: Sequence[RowObservation]) -> list[RowObservation]:
         """Return `rows` with all absent ranks, where `find_absent` has learned them."""

@@ -15,9 +15,9 @@ import torch
 
 from tpwatch._guard import say
 from tpwatch.act import doubled, listed
-from tpwatch.alike import LABELS, Alike
+from tpwatch.alike import LABELS, Alike, held
 from tpwatch.config import Config
-from tpwatch.handshake import AMID_TRAINING, agree_to
+from tpwatch.handshake import AT_ONCE, agree_to
 from tpwatch.ledger import Ledger
 from tpwatch.parts import Parts
 from tpwatch.records import Finding
@@ -37,7 +37,7 @@ class Resync:
         """`resync: rank0` takes the copy of the group's first rank, `mean` the mean, rounded to the tensor's dtype."""
         self._parts = parts
         self._mean = config.resync == "mean"
-        self._timeout = min(AMID_TRAINING, config.handshake_timeout)
+        self._timeout = min(AT_ONCE, config.handshake_timeout)
         self._ledger = ledger
         self._alike = Alike(parts, ledger.guard)
         self._sizes = torch.zeros(2, len(parts.plan.replicas) * len(LABELS), dtype=torch.float64, device=parts.device)
@@ -53,8 +53,7 @@ class Resync:
         """
         names, replicas = {finding.parameter for finding in findings}, self._parts.plan.replicas
         rows = [row for row in apart if replicas[row].name in names]
-        ranks = self._parts.plan.ranks
-        if not rows or agree_to("resync", ranks[self._parts.group_rank], ranks, self._timeout):
+        if not rows or agree_to("resync", self._parts.rank, self._parts.plan.ranks, self._timeout):
             return
         ready = self._ledger.guard.attempt("preparing a resync", self._prepare, rows).value
         pairs, room = ready or ([None] * (len(rows) * len(LABELS)), self._sizes)
@@ -79,18 +78,18 @@ class Resync:
 
     def _prepare(self, rows: Sequence[int]) -> tuple[list[tuple[torch.Tensor, torch.Tensor] | None], torch.Tensor]:
         """Memory, taken before anyone relies on it: each tensor with its elements in order, and room for a piece."""
-        values, states = self._parts.source.values(), self._parts.source.states()
-        tensors = [tensor for row in rows for tensor in (values[row], *states[row])]
+        everything = held(self._parts)
+        tensors = [tensor for row in rows for tensor in everything[row]]
         pairs = [None if t is None else (t.detach(), t.detach().contiguous()) for t in tensors]
         piece = min(PIECE, max(_nbytes(pair) for pair in pairs))
         return pairs, torch.empty(self._parts.exchange.size * piece, dtype=torch.uint8, device=self._parts.device)
 
     def _everywhere(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> list[bool]:
         """Which tensors every rank has, with the same number of bytes: nothing else may be gathered."""
-        both, sizes = self._sizes[:, : len(pairs)].contiguous(), [float(_nbytes(pair)) for pair in pairs]
-        both.copy_(torch.tensor([sizes, [-size for size in sizes]], dtype=torch.float64))
-        self._parts.exchange.reduce_max(both)
-        high, low = both.tolist()
+        sizes = [float(_nbytes(pair)) for pair in pairs]
+        self._sizes[:, : len(pairs)].copy_(torch.tensor([sizes, [-size for size in sizes]], dtype=torch.float64))
+        self._parts.exchange.reduce_max(self._sizes)  # the whole of it: a part would need memory, now that others wait
+        high, low = self._sizes[:, : len(pairs)].tolist()
         return [most > 0 and most == -least for most, least in zip(high, low, strict=True)]
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from tpwatch.export import Place
 from tpwatch.export.fanout import Fanout
 from tpwatch.export.jsonl import Events, RunLog, write_meta, write_summary
 from tpwatch.export.recorder import Leader, Silent, Teller
+from tpwatch.export.scribe import LEISURE, in_time
 from tpwatch.export.sinks import chosen
 from tpwatch.fingerprint import choose as choose_fingerprinter
 from tpwatch.handshake import Meeting, default_store, next_round
@@ -92,6 +94,8 @@ def attach(  # noqa: PLR0913 - the contract of DESIGN section 6
     if chosen is None:
         return _inert(settings, guard, "no supported framework is installed (Megatron-core 0.16 to 0.19)")
     outcome = guard.attempt("attach", session.open, chosen, _chunks(model), optimizer, groups)
+    if outcome.value is None:
+        session.take_down()
     return outcome.value or _inert(settings, guard, f"attach failed: {guard.last_error}")
 
 
@@ -108,6 +112,8 @@ def _check_rank(config: Config) -> None:
         raise ConfigError(knob="wandb.rank", value=rank, rule=rule, remedy=remedy)
 
 
+READING = 300.0
+"""Seconds that the end of a run waits for its event files to be read: many groups leave gigabytes."""
 _SWITCHED_OFF = "switched off (TPWATCH_DISABLED or enabled: false)"
 
 
@@ -134,6 +140,7 @@ class Session:
         self.store = default_store()
         self.round = next_round(self.store, "attach", self.rank)
         self._teller: Teller | None = None
+        self._watch: Watch | None = None
 
     def decline(self) -> Watch:
         """Tell the other ranks that this one is switched off, and wait for nobody."""
@@ -150,7 +157,7 @@ class Session:
         if reason or examined.value is None:
             return self._off(reason)
         host = examined.value
-        directory = _shared_directory(str(meeting.payload(0)["out"]))
+        directory = str(meeting.payload(0)["out"])
         if self.rank == 0:
             self._write_meta(host, directory, meeting)
         found = discover(host.axis, ranks, host.candidates, self.config.watch)
@@ -161,10 +168,17 @@ class Session:
         failed = "" if built.ok else f"rank {self.rank}: {self.guard.last_error}"
         ready = Meeting(self.store, f"ready/{self.round}", self.rank, self.world, self._timeout)
         if (reason := ready.hold({"failed": failed}, _any_failed)) or built.value is None:
-            return self._off(reason, built.value)
+            return self._off(reason)
         built.value.begin()
-        self._say(built.value, agreed)
+        self.guard.attempt("the first words", self._say, built.value, agreed)
         return built.value
+
+    def take_down(self) -> None:
+        """Put the host's own objects back, and close what was opened: nothing has begun."""
+        if self._watch is not None:
+            self._watch.call_off()
+        if self._teller is not None:
+            self.guard.attempt("closing", self._teller.leave)
 
     # -------------------------------------------------------------------------------------- meetings
 
@@ -175,7 +189,7 @@ class Session:
     def _hello(self, group: str, error: Exception | None) -> dict[str, Any]:
         return {
             "group": group, "failed": f"cannot attach: {error}" if error else "", "version": tpwatch.__version__,
-            "config": self.config.digest(), "out": self.config.out or _default_directory(),
+            "config": self.config.digest(), "out": _absolute(self.config.out or _default_directory()),
         }  # fmt: skip
 
     def _write_meta(self, host: Host, directory: str, meeting: Meeting) -> None:
@@ -204,7 +218,7 @@ class Session:
     def _build(self, host: Host, agreed: Agreed, directory: str) -> Watch:
         """All that can fail on this rank alone, before the last meeting: buffers, event file, wrapped seams."""
         monitor = self._monitor(host, agreed, directory)
-        watch = Watch(self.config, self.guard, self._engine(host, monitor, directory))
+        self._watch = watch = Watch(self.config, self.guard, self._engine(host, monitor, directory))
         watch.install(host.install(watch))
         return watch
 
@@ -228,11 +242,12 @@ class Session:
         if not leads and not sinks:
             return Silent()
         incarnation = f"{self.round}-{os.getpid()}"
-        fanout = Fanout(sinks, Place(self.config, Path(directory), plan.group))
+        fanout = Fanout(sinks, Place(self.config, Path(directory), plan.group, rank=self.rank))
         events: Events
         if leads:
             events = log = self._open_log(directory, plan.group, incarnation, fanout)
-            teller: Teller = Leader(log, fanout, os.environ.get("TPWATCH_LAUNCH_ID", ""))
+            launch_id, conclude = os.environ.get("TPWATCH_LAUNCH_ID", ""), partial(self._conclude, directory, LEISURE)
+            teller: Teller = Leader(log, fanout, launch_id, conclude)
         else:
             events = Events(incarnation, lambda _event, line: fanout.hand_over(line))
             teller = Teller(events, fanout)
@@ -241,7 +256,7 @@ class Session:
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
-        facts = {"fingerprint": fingerprint, "versions": {**versions, **host.versions}}
+        facts = {"fingerprint": fingerprint, "versions": {**versions, **host.versions}, "stage": host.stage}
         events.start(plan, self.config.start_step, self.config, **facts)
         self._teller = teller
         return teller
@@ -261,14 +276,15 @@ class Session:
             if self._teller is not None:
                 self._teller.close(monitor.parts.diagnosis.findings, step)
 
-        def conclude() -> None:
-            if self.rank == 0:
-                write_summary(directory, summarize(directory))
-
         membership = Membership(self.rank, plan.ranks, self.world)
         meets = self.config.meets or self.config.checkpoint == "refuse"
         job = Job(leader=self.rank == plan.ranks[0], device=host.device) if meets else None
-        return Engine(monitor, job, membership, directory, close, conclude)
+        return Engine(monitor, job, membership, directory, close, partial(self._conclude, directory, READING))
+
+    def _conclude(self, directory: str, patience: float) -> None:
+        """Derive `summary.json`, on rank 0."""
+        if self.rank == 0:
+            in_time(lambda: write_summary(directory, summarize(directory)), patience)
 
     def _say(self, watch: Watch, agreed: Agreed) -> None:
         """What the user should know before the first step."""
@@ -288,12 +304,9 @@ class Session:
         say(logging.INFO, "tpwatch: watching %d replicas over ranks %s", len(plan.replicas), list(plan.ranks))
         monitor.report(step, [layout_finding(plan, d.parameter, d.what, step) for d in agreed.differences])
 
-    def _off(self, reason: str, built: Watch | None = None) -> Watch:
+    def _off(self, reason: str) -> Watch:
         """Stay off: one warning for the job, not one per rank. What was built is taken down again."""
-        if built is not None:
-            built.call_off()
-        if self._teller is not None:
-            self.guard.attempt("closing", self._teller.leave)
+        self.take_down()
         level = logging.WARNING if self.rank == 0 else logging.DEBUG
         say(level, "tpwatch: off on all ranks: %s. Training goes on unwatched.", reason)
         return Watch(self.config, self.guard, reason=reason)
@@ -329,8 +342,9 @@ def _default_directory() -> str:
     return f"tpwatch-runs/{stamp}-{os.getpid()}"
 
 
-def _shared_directory(out: str) -> str:
-    return os.path.abspath(out)  # noqa: PTH100 - ranks may change directory later
+def _absolute(out: str) -> str:
+    """As rank 0 sees it: ranks may be in other directories, and may change to others later."""
+    return os.path.abspath(out)  # noqa: PTH100 - links are to stay as the user wrote them
 
 
 __all__ = ["Session", "attach"]

@@ -15,7 +15,6 @@ from tpwatch.config import Config
 from tpwatch.errors import ReplicaFault
 from tpwatch.job import Job, JobView, Word
 from tpwatch.monitor import Monitor
-from tpwatch.records import Finding
 
 SILENCE = Word(stop=False, save=False, counts={}, ratio=0.0, max_abs=0.0)
 """What a rank says that could not work out its word: it comes to the meeting all the same."""
@@ -38,21 +37,28 @@ class Stop:
         self.saving = False
         """True while they are called: that checkpoint is wanted with whatever was found."""
 
-    def meet(self, step: int) -> None:
+    def meet(self, step: int, *, left_out: bool) -> None:
         """Meet the other ranks if this step is checked. A collective over all ranks of the job.
+
+        `left_out`: the framework's reduction was, so that these gradients are not fit for an update.
 
         Raises:
             ReplicaFault: some group wants to stop; raised on every rank.
         """
-        if not self._config.checked(step, self._monitor.pace.start):
-            return
+        if self._config.checked(step, self._monitor.pace.start):
+            self._hear(step)
+        if left_out:
+            raise ReplicaFault(self._monitor.stopping, step)
+
+    def _hear(self, step: int) -> None:
         word = self._guard.attempt("the word of this group", self._word).value or SILENCE
-        view = self._guard.attempt("meeting of the job", self._job.meet, step, word).value
+        view = self._guard.attempt("meeting of the job", self._job.meet, step, word, self._guard).value
         if view is None:
             return
         self.view = view
         self._tell(view)
-        if view.stop and sum(view.counts.values()) >= self._config.max_faults:
+        faults = max(1, sum(view.counts.values()))  # a leader that has failed counts none
+        if view.stop and (view.now or faults >= self._config.max_faults):
             self._stop(view)
 
     def certain(self, step: int) -> bool:
@@ -61,13 +67,13 @@ class Stop:
         Not in a step without a meeting, nor while `max_faults` may not have been reached: the update would be taken.
         """
         meets = self._config.checked(step, self._monitor.pace.start)
-        certain = bool(self._monitor.stopping) and meets and self._config.max_faults == 1
-        return certain and self._monitor.watching
+        enough = bool(self._monitor.stopping) and (self._config.max_faults == 1 or self._deadly)
+        return meets and enough and self._monitor.watching and self._monitor.together
 
     @property
-    def wanted(self) -> tuple[Finding, ...]:
-        """Findings of this rank's group that ask for a stop."""
-        return self._monitor.stopping
+    def _deadly(self) -> bool:
+        """True if the framework's own reduction may hang on what was found."""
+        return any(finding.kind == "grad-presence" for finding in self._monitor.stopping)
 
     def _tell(self, view: JobView) -> None:
         """Write down what the job said if it said something else before."""
@@ -85,6 +91,7 @@ class Stop:
             counts=Counter(f.kind for f in causes),
             ratio=max((f.ratio for f in causes if f.ratio is not None), default=0.0),
             max_abs=max((f.max_abs for f in causes), default=0.0),
+            now=self._deadly,
         )
 
     def _stop(self, view: JobView) -> None:
@@ -94,6 +101,5 @@ class Stop:
             self._guard.attempt("checkpoint before the abort", save, view.step)
         self.saving = False
         stopping = self._monitor.stopping
-        if stopping:
-            self._monitor.ledger.abort(view.step, stopping)
+        self._monitor.ledger.abort(view.step, stopping)  # also where another group stops: this one ends as well
         raise ReplicaFault(stopping, view.step, view.counts)

@@ -14,16 +14,14 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 from tpwatch._guard import Guard, say
 from tpwatch.act import doubled
 from tpwatch.config import Config
 from tpwatch.diagnose import skipped_finding
 from tpwatch.engine import Engine, Seams
-from tpwatch.errors import ReplicaFault
 from tpwatch.gate import Gate
-from tpwatch.handshake import AMID_TRAINING, agree_to
+from tpwatch.handshake import AMID_TRAINING, AT_ONCE
 from tpwatch.job import JobView
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Scope
@@ -60,9 +58,11 @@ class Watch:
         self._step = config.start_step + 1
         self._calls = 0
         self._ever_called = False
+        self._start_known = False
         self._ready_seen = False
         self._skipped = 0
         self._first_skipped = 0
+        self._bypassed = False
         self._twice_noted = False
         self._left_out = False
         self._awake = False
@@ -96,7 +96,7 @@ class Watch:
         return self._stop.view if self._stop else None
 
     def on_finding(self, listener: Callable[[Sequence[Finding]], None]) -> None:
-        """Call `listener` with findings that are new or worse, on the training thread of every rank of the group.
+        """Call `listener` with findings that are new or worse and not ignored, on the training thread of every rank.
 
         It must not communicate: what it raises is counted and logged, not passed on.
         """
@@ -137,7 +137,7 @@ class Watch:
     def after_save(self, directory: str | os.PathLike[str]) -> None:
         """A checkpoint was saved to `directory`: leave word in it where `checkpoint: annotate` asks for that."""
         if self._gate is not None and self.enabled:
-            self._gate.after_save(self._step - 1, Path(directory))
+            self._gate.after_save(self._step - 1, directory)
 
     def loading(self) -> AbstractContextManager[None]:
         """Around loading a checkpoint: compare the copies before and after. A collective over the replica group."""
@@ -195,6 +195,7 @@ class Watch:
         Returns False if the reduction is to be left out: the run is about to be stopped, on every rank, before the
         update, and the reduction might hang on what was found.
         """
+        self._left_out = False
         if not self.enabled:
             return True
         if self._calls == 0:
@@ -206,7 +207,9 @@ class Watch:
             self._note(f"the gradient finalizer was called {self._calls} times in step {self._step}")
         self._run("entry", lambda monitor: monitor.before_reduction(self._step, self._calls, scope))
         # Which ranks want that is known to each rank alone: all of the group leave it out, or none does.
-        self._left_out = self._stop is not None and self._stop.certain(self._step) and self._meet("leave out")
+        self._left_out = self._stop is not None and self._stop.certain(self._step) and self._meet("leave out", AT_ONCE)
+        if self._left_out:
+            self._run("leaving out", lambda monitor: monitor.forget())
         return not self._left_out
 
     def captured(self) -> None:
@@ -230,15 +233,14 @@ class Watch:
         """The optimizer is about to use the gradients. May come twice in a step; only the first counts."""
         if self._closed or not self._awake or self._ready_seen:
             return
-        self._ready_seen = True
         if self._calls == 0:
             self._read_iteration()
             if self.enabled:
                 self._finalizer_skipped()
+        self._calls = 0
         if self._stop is not None:
-            self._stop.meet(self._step)
-            if self._left_out:
-                raise ReplicaFault(self._stop.wanted, self._step)  # the gradients are not fit for an update
+            self._stop.meet(self._step, left_out=self._left_out)
+        self._ready_seen = True  # not behind a fault: a trainer that catches it and goes on is told again
 
     def stepped(self) -> None:
         """The optimizer has stepped, or skipped the step: the next one begins."""
@@ -246,8 +248,7 @@ class Watch:
             return
         self._run("end of step", lambda monitor: monitor.end_of_step())
         self._step += 1
-        self._calls = 0
-        self._ready_seen = False
+        self._calls, self._ready_seen = 0, False
 
     # ------------------------------------------------------------------------------------- internals
 
@@ -255,8 +256,9 @@ class Watch:
         known = self._guard.attempt("reading the iteration", self._seams.iteration).value if self._seams else None
         if known is not None:
             self._step = known
-            if not self._ever_called and self._skipped == 0 and self.monitor is not None:
+            if not self._start_known and self.monitor is not None:
                 self.monitor.pace.start = known - 1  # a resumed run has its warm-up too
+            self._start_known = True
 
     def _finalizer_skipped(self) -> None:
         """Our wrapper was not called: the host has replaced it, or the finalizer did not run.
@@ -274,7 +276,14 @@ class Watch:
         self._skipped += 1
         self._first_skipped = self._first_skipped or self._step
         self._run("finalizer protocol", self._tell_skipped)
-        if not self._ever_called and self._skipped == self.config.patience and self._meet("bypass"):
+        never = not self._ever_called and not self._bypassed and self._skipped >= self.config.patience
+        if never and monitor.pace.due(self._step):
+            self._bypass()
+
+    def _bypass(self) -> None:
+        """Once, at a step that is due: compare the replicas although no finalizer runs, if all ranks come to that."""
+        self._bypassed = True
+        if self._meet("bypass"):
             self._note(f"finalizer never called: replicas compared once, before the update of step {self._step}")
             self._run("entry", lambda m: m.before_reduction(self._step, 1, self._scope()))
             self._run("exit", lambda m: m.after_reduction())
@@ -296,17 +305,10 @@ class Watch:
     def _scope(self) -> Scope:
         return self._seams.whole() if self._seams is not None else frozenset()
 
-    def _meet(self, what: str, *, everyone: bool = False) -> bool:
+    def _meet(self, what: str, seconds: float = AMID_TRAINING, *, everyone: bool = False) -> bool:
         """Agree with the replica group (or the whole job) to do `what` now."""
-        if self._engine is None:
-            return False
-        who = self._engine.membership
-        ranks = who.world_ranks if everyone else who.group_ranks
-        timeout = min(AMID_TRAINING, self.config.handshake_timeout)
-        outcome = self._guard.attempt(f"meeting for {what}", agree_to, what, who.rank, ranks, timeout)
-        if outcome.value:
-            say(logging.INFO, "tpwatch: no %s: %s", what, outcome.value)
-        return outcome.value == ""
+        seconds = min(seconds, self.config.handshake_timeout)
+        return self._engine is not None and self._engine.meet(what, seconds, self._guard, everyone=everyone)
 
     def _note(self, text: str) -> None:
         self._run("note", lambda monitor: monitor.ledger.note(self._step, text))

@@ -67,6 +67,18 @@ def test_a_checkpoint_can_carry_what_was_found(out: Path, said: Lines) -> None:
         assert json.loads((saved / "tpwatch.tp-0.json").read_text())["differing"] == differing
 
 
+@pytest.mark.parametrize("case", ["fp32-refuse", "bf16-refuse", "bf16-annotate"])
+def test_a_load_that_brings_a_difference_is_told_from_one_that_takes_it(out: Path, said: Lines, case: str) -> None:
+    """Of four loads (healthy, broken, broken, healthy) the second brings it and the last takes it away."""
+    assert all("loaded" in lines for lines in said[case])
+    events = map(json.loads, (out / case / "run" / "events.tp-0.jsonl").read_text().splitlines())
+    notes = [event["text"] for event in events if event["event"] == "note"]
+    assert [note for note in notes if "the checkpoint: " in note] == [
+        f"a difference between copies came with the checkpoint: {NORM}",
+        f"a difference between copies went with the checkpoint: {NORM}",
+    ]
+
+
 def test_by_default_saving_is_none_of_its_business(said: Lines) -> None:
     """Nothing is wrapped, compared or found."""
     for lines in said["fp32-ignore"]:

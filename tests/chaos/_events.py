@@ -64,6 +64,12 @@ class Events:
         """True if this rank is struck by one of these kinds in this step."""
         return self.mine and self.scenario.kind in kinds and self.step >= self.scenario.step
 
+    @property
+    def lacking(self) -> bool:
+        """True if this rank has no gradient in this step."""
+        beside = self.scenario.kind == "absent-beside-error" and self.rank == self.scenario.beside
+        return self.due("no-gradient") or (beside and self.step == self.scenario.step)
+
     def fire(self) -> None:
         """Write down that it happens now."""
         self.fired = True
@@ -73,7 +79,7 @@ class Events:
         """The rank comes by this point of its program: whatever is planned for it happens."""
         if point != self.scenario.point or (self.fired and not self.scenario.lasting):
             return
-        if not self.due("own-error", "killed", "sleeps", "inner-error", "attach-fails"):
+        if not self.due("own-error", "killed", "sleeps", "inner-error", "absent-beside-error", "attach-fails"):
             return
         self.fire()
         if self.scenario.kind == "killed":
@@ -175,6 +181,8 @@ class Events:
             self._kept = -1
         elif self.step == self.scenario.step:
             self.fire()
+            if self.scenario.point == "too-large":
+                monitor.ledger.note(self.step, 65536 * ".")  # or the limit would cut off the diary before
             self._fill(file)
 
     def _fill(self, file: Any) -> None:

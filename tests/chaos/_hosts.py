@@ -132,6 +132,7 @@ class PlainTraining:
             _together([g for g in gradients if g is not None], self.peers)
             gradients = [None if g is None else g.div_(self.scenario.dp) for g in gradients]
         self._spoil(gradients)
+        self.toy.iteration = number if self.scenario.counts else None
         self.toy.train(gradients)
         self.events.at("update")
         return float(loss.detach())
@@ -155,11 +156,11 @@ class PlainTraining:
         return ((torch.tanh(torch.cat(parts) @ mix) @ head - 1) ** 2).mean()
 
     def _spoil(self, gradients: Gradients) -> None:
-        if not self.events.due("no-gradient", "not-finite"):
+        if not self.events.lacking and not self.events.due("not-finite"):
             return
         self.events.fire()
         index = SUMMED if self.scenario.point == "summed" else COPY
-        if self.scenario.kind == "no-gradient":
+        if self.events.lacking:
             gradients[index] = None
         elif (gradient := gradients[index]) is not None:
             gradient.view(-1)[0] = float("nan")

@@ -84,9 +84,17 @@ KINDS: Mapping[str, Kind] = {
     "no-gradient": Kind(
         points=("summed", "copy"),
         # What one rank does not update parts, and with it the gradients of what is computed from it.
-        findings=_all("grad-presence", "drift"),
+        findings=_all("grad-presence", "drift", "optimizer-mismatch"),
         internal=True,  # the framework's own reduction fails, and leaves tpwatch's next collective without peers
         alters=True,
+    ),
+    "absent-beside-error": Kind(
+        points=("readback", "observe", "memory"),
+        findings=_all("grad-presence", "drift", "optimizer-mismatch"),
+        internal=True,
+        alters=True,
+        lossy=True,
+        on_megatron=False,
     ),
     "not-finite": Kind(points=("summed", "copy"), findings=_all("nonfinite"), alters=True),
     "plan-differs": Kind(points=("sharded", "renamed", "rule"), findings=_all("replica-layout")),
@@ -112,6 +120,9 @@ LAYOUTS: Mapping[str, tuple[tuple[int, int], ...]] = {
     "megatron": ((2, 1), (2, 1), (2, 1), (2, 2)),
 }
 """Sizes (tensor-parallel, data-parallel) to draw from."""
+
+SAVES = frozenset({3, 6})
+"""Steps behind which the script saves a checkpoint through the gate."""
 
 BEFORE_STEPS = _all("before-attach", "in-attach", "source", "examine", "install", "start", "build", "environment")
 IN_CHECKS = _all("reduce", "readback", "look")
@@ -157,6 +168,17 @@ class Scenario:
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of each tensor-parallel group."""
         return tuple(tuple(range(first, first + self.tp)) for first in range(0, self.world, self.tp))
+
+    @property
+    def beside(self) -> int:
+        """The next rank of the struck rank's tensor-parallel group: it has no gradient in `absent-beside-error`."""
+        (group,) = (ranks for ranks in self.groups if self.rank in ranks)
+        return group[(group.index(self.rank) + 1) % self.tp]
+
+    @property
+    def counts(self) -> bool:
+        """True if the plain model tells tpwatch its iteration, as Megatron's trainer does."""
+        return self.number % 2 == 1
 
     @property
     def traits(self) -> Kind:
@@ -239,6 +261,9 @@ def _config(dice: random.Random) -> dict[str, Any]:
         "interval": dice.choice((1, 2)),
         "warmup": dice.choice((2, 10)),
         "max_errors": dice.choice((1, 3)),
+        "patience": dice.choice((1, 3)),
+        "max_faults": dice.choice((1, 1, 2)),
+        "checkpoint": dice.choice(("ignore", "warn", "annotate", "refuse")),
     }
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import tpwatch
 from tests.chaos._events import Diary, Events
 from tests.chaos._hosts import GROUP_TIMEOUT, Training, build
-from tests.chaos._schedule import Scenario
+from tests.chaos._schedule import SAVES, Scenario
 from tpwatch.act import ABORT_EXIT_CODE
 from tpwatch.watch import Watch
 
@@ -101,6 +101,22 @@ class Script:
         self.events.strike_disk(self.watch.monitor if self.watch else None)
         loss = self.training.step(number)
         self.events.diary.note("step", step=number, loss=loss.hex(), state=self.training.state(), **self._seen())
+        if number in SAVES:
+            self._checkpoint(number)
+
+    def _checkpoint(self, number: int) -> None:
+        """Save as a trainer does that goes on without a checkpoint which tpwatch refuses."""
+        folder = self.order.out / f"checkpoint-{number}"
+        folder.mkdir(exist_ok=True)
+        try:
+            if self.watch:
+                self.watch.before_save()
+        except tpwatch.ReplicaFault:
+            self.events.diary.note("refused", step=number)
+            return
+        dist.barrier()
+        if self.watch:
+            self.watch.after_save(folder)
 
     def _come_and_go(self, number: int) -> None:
         if self.watch and number == self.scenario.step:

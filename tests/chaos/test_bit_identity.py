@@ -39,7 +39,7 @@ def test_watched_training_is_bit_identical(name: str, chaos: Nurseries) -> None:
     assert plain.steps(0)[STEPS]["reported"] == 0
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16-distributed"])
+@pytest.mark.parametrize("name", TRAININGS)
 def test_detaching_and_attaching_again_changes_no_bit(name: str, chaos: Nurseries) -> None:
     """Watched, two steps unwatched, watched again."""
     run, plain = watched(chaos, TRAININGS[name], kind="reattached", point="all-ranks", step=25)

@@ -210,6 +210,8 @@ class Toy:
     updates: int = 0
     watch: Watch | None = None
     group: dist.ProcessGroup | None = None
+    iteration: int | None = None
+    """The step under way, where the host counts and says so."""
     replaced: bool = False
     """True after the host has put another finalizer in place of the wrapped one."""
 
@@ -262,8 +264,8 @@ class ToySeams:
         return ()
 
     def iteration(self) -> int | None:
-        """Return None: a toy does not count."""
-        return None
+        """Return what the toy says."""
+        return self.toy.iteration
 
     def whole(self) -> Scope:
         """Return the only chunk."""
@@ -335,6 +337,10 @@ class ToySource:
     def values(self) -> Sequence[torch.Tensor]:
         """Return the parameters in plan order."""
         return [self.toy.parameters[i] for i in self.rows]
+
+    def states(self) -> Sequence[Sequence[torch.Tensor | None]]:
+        """Return nothing: the toy's optimizer keeps nothing."""
+        return [[None for _ in STATES] for _ in self.rows]
 
     def look(self, scope: Scope) -> Look:
         """Return the gradients in plan order."""

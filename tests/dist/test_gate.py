@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from tests.dist._harness import run_ranks
 from tests.dist._parts import CPU, Rig, normal, rig
+from tpwatch.alike import Alike
 from tpwatch.config import Config
 from tpwatch.errors import ReplicaFault
 from tpwatch.gate import Gate
@@ -70,6 +71,18 @@ def test_state_that_differs_is_a_finding_that_names_it(tmp_path: Path, where: st
         assert (finding.observed, finding.first_step, finding.severity) == (f"{where} differ", 5, "error")
         assert said == [f"copies differ as a checkpoint is saved: p1 ({where})"]
         assert refused == ""
+
+
+def offloaded(_rank: int) -> tuple[dict[str, tuple[str, ...]] | None, int]:
+    """What differs, and internal errors, where an optimizer keeps its moments on another device."""
+    watched = rig([normal(1, 30)], [None])
+    watched.source.kept = [{"exp_avg": torch.empty(30, device="meta")}]
+    return Alike(watched.monitor.parts, watched.guard).differing(), watched.guard.errors
+
+
+def test_state_that_lies_elsewhere_is_not_compared() -> None:
+    """Offloaded to the host, it is no reason to fail, nor to take it for something else."""
+    assert run_ranks(2, offloaded) == [({}, 0), ({}, 0)]
 
 
 @pytest.mark.parametrize("where", ["value", "exp_avg"])

@@ -62,6 +62,13 @@ def test_each_stage_is_a_replica_group_with_global_layer_names(run: Path) -> Non
 
 @pytest.mark.megatron
 @pytest.mark.timeout(240)
+def test_each_group_says_its_stage(run: Path) -> None:
+    """As Megatron-core numbers them."""
+    assert {group: start["stage"] for group, start in read_events(run).of("start")} == {"tp-0": "0", "tp-2": "1"}
+
+
+@pytest.mark.megatron
+@pytest.mark.timeout(240)
 def test_a_healthy_pipeline_is_clean(run: Path) -> None:
     """No finding of any severity in either stage, and every step checked."""
     summary = json.loads((run / "summary.json").read_text())

@@ -42,6 +42,8 @@ class Host:
     install: Callable[[Watch], Seams]
     """Wrap the host's seams so that they drive the Watch."""
     versions: Mapping[str, str]
+    stage: str = ""
+    """Pipeline stage of this rank, counted from 0; empty if the framework does not say."""
 
 
 class Adapter(Protocol):

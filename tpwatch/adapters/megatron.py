@@ -22,7 +22,6 @@ import operator
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -77,25 +76,21 @@ class Megatron:
             source=lambda rows: MegatronSource([found[i] for i in rows], optimizer),
             install=lambda watch: MegatronSeams(watch, model, optimizer, gate=config.checkpoint != "ignore"),
             versions={"megatron_core": importlib.import_module("megatron.core").__version__},
+            stage=_stage(),
         )
 
 
 ADAPTER = Megatron
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """A look, and what it was made from: compared, the next one is had at a fraction of the cost."""
+def _stage() -> str:
+    """Pipeline stage of this rank; where the caller has groups of its own, Megatron may know of none."""
+    known = parallel_state.model_parallel_is_initialized()
+    return str(parallel_state.get_pipeline_model_parallel_rank()) if known else ""
 
-    scope: Scope
-    gradients: Sequence[object]
-    trainable: Sequence[bool]
-    look: Look
 
-    def holds(self, scope: Scope, gradients: Sequence[object], trainable: Sequence[bool]) -> bool:
-        """True if everything is still the same object."""
-        same = scope == self.scope and trainable == self.trainable
-        return same and all(map(operator.is_, gradients, self.gradients))
+_KEPT = 8
+"""Looks that are kept. A step has one for each finalizer call: a virtual pipeline may call it for each chunk."""
 
 
 class MegatronSource:
@@ -109,7 +104,8 @@ class MegatronSource:
         self._values = [t.detach() for t in self._tensors]
         self._places = _addresses(self._tensors)
         self._slices: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._kept: _Kept | None = None
+        self._gradients: list[Any] = []
+        self._looks: dict[tuple[Scope, tuple[bool, ...]], Look] = {}
 
     def values(self) -> Sequence[torch.Tensor]:
         """Parameter values.
@@ -127,18 +123,29 @@ class MegatronSource:
     def look(self, scope: Scope) -> Look:
         """Gradients as the finalizer sees them.
 
-        Trainable, and the attribute it reads is not None. The look is kept as long as DDP's buffers
-        are; a plain `.grad` comes and goes with every step, and must be free to.
+        Trainable, and the attribute it reads is not None. A look is kept, by chunks and by what is frozen, as long as
+        DDP's buffers are; a plain `.grad` comes and goes with every step, and must be free to.
         """
         gradients = [getattr(t, "main_grad", _ABSENT) for t in self._tensors]
-        trainable = [t.requires_grad for t in self._tensors]
-        if self._kept is not None and self._kept.holds(scope, gradients, trainable):
-            return self._kept.look
+        if not all(map(operator.is_, gradients, self._gradients)):
+            self._gradients = []
+            self._looks.clear()
+        key = scope, tuple([t.requires_grad for t in self._tensors])  # a list on the way: half the time
+        kept = self._looks.get(key)
+        if kept is not None:
+            return kept
         marked = [self._gradient(i, parameter, scope) for i, parameter in enumerate(self._found)]
         look = Look([gradient for gradient, _ in marked], [mark for _, mark in marked])
-        lasting = not any(gradient is _ABSENT for gradient in gradients)
-        self._kept = _Kept(scope, gradients, trainable, look) if lasting else None
+        if not any(gradient is _ABSENT for gradient in gradients):
+            self._keep(key, gradients, look)
         return look
+
+    def _keep(self, key: tuple[Scope, tuple[bool, ...]], gradients: list[Any], look: Look) -> None:
+        """Remember a look made from these gradients; the oldest of too many is forgotten."""
+        self._gradients = gradients
+        self._looks[key] = look
+        if len(self._looks) > _KEPT:
+            del self._looks[next(iter(self._looks))]
 
     def states(self) -> Sequence[Sequence[torch.Tensor | None]]:
         """Master and moments of each parameter."""

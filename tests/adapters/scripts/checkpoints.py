@@ -4,6 +4,7 @@ checkpoints.py OUT LAYOUT-POLICY..., LAYOUT being fp32, bf16 or distributed (bf1
 """
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def save(run: Any, directory: Path) -> None:
 
 
 def train(out: Path) -> None:
-    """Save with copies that agree, save with a moment that does not, load."""
+    """Save with copies that agree, save with a moment that does not, load both."""
     from megatron.core import dist_checkpointing
 
     from tpwatch.adapters.megatron_checkpoints import states
@@ -61,8 +62,11 @@ def train(out: Path) -> None:
     before = moment.clone()
     moment.add_(dist.get_rank())
     save(run, out / "broken")
+    broken = deepcopy(run.optimizer.state_dict())
     moment.copy_(before)
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    healthy = deepcopy(run.optimizer.state_dict())
+    for state in (healthy, broken, broken, healthy):
+        run.optimizer.load_state_dict(state)
     say(out, "loaded")
     watch.finish()
     say(out, f"restored {dist_checkpointing.save is original} {'load_state_dict' not in vars(run.optimizer)}")
