@@ -47,11 +47,13 @@ def told(findings: Iterable[Finding], config: Config) -> tuple[Finding, ...]:
 
 def headline(finding: Finding) -> str:
     """One line an on-call person can act on: what, which parameter, since when, where, how sure."""
-    measure = f"ratio {finding.ratio:.4g}" if finding.ratio is not None else f"max abs {finding.max_abs:.3g}"
+    measure = f"max abs {finding.max_abs:.3g}; " if finding.max_abs else ""  # 0 where none was measured, too
+    if finding.ratio is not None:
+        measure = f"ratio {finding.ratio:.4g}; "
     odd = f", odd ranks {list(finding.odd_ranks)}" if finding.odd_ranks else ""
     return (
         f"[{finding.code}] {finding.kind}: {finding.parameter} since step {finding.first_step}"
-        f" ({measure}; observed {finding.observed}, expected {finding.expected}; ranks"
+        f" ({measure}observed {finding.observed}, expected {finding.expected}; ranks"
         f" {list(finding.ranks)}{odd}; confidence {finding.confidence:.2f}). {finding.advice}"
     )
 

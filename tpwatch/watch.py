@@ -65,6 +65,7 @@ class Watch:
         self._bypassed = False
         self._twice_noted = False
         self._left_out = False
+        self._captured = False
         self._awake = False
         self._closed = False
 
@@ -218,6 +219,7 @@ class Watch:
             self._note("not watched: CUDA graph: the gradient finalizer is captured; nothing is compared from here on")
             say(logging.WARNING, "tpwatch: not watched: the gradient finalizer runs in a CUDA graph")
             self.monitor.watching = False
+            self._captured = True
 
     def notice(self, look: Callable[[], str]) -> None:
         """Let an adapter look for what the host has changed and nothing here follows; a note says what it tells."""
@@ -327,8 +329,8 @@ class Watch:
         if self._closed:
             return
         try:
-            if last_word:
-                self._run("last check", lambda monitor: monitor.catch_up(last=True))
+            if last_word and self.monitor is not None and (self.enabled or self._captured):
+                self._guard.attempt("last check", self.monitor.catch_up, last=True)
         finally:
             self._let_go(wait=wait)
 

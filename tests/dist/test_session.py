@@ -539,3 +539,20 @@ def resumed(rank: int, out: str) -> list[int]:
 def test_a_resumed_run_has_its_warm_up_too(tmp_path: Path, gloo_ranks: Ranks) -> None:
     """That is where faults of loading show."""
     assert gloo_ranks(2, resumed, str(tmp_path), timeout=60) == [[101, 102, 103, 110]] * 2
+
+
+def captured(rank: int, out: str) -> list[tuple[str, int]]:
+    """What is found where the host's reduction goes into a CUDA graph while a check is still on its way."""
+    model = toy()
+    model.rules[2] = "none"
+    watch = attach(model, out, guard="deferred", patience=2)
+    for step in (1, 2):
+        model.train(partials(model, rank, step))
+    watch.captured()
+    watch.finish()
+    return [(f.parameter, f.first_step) for f in watch.findings]
+
+
+def test_a_check_under_way_when_the_finalizer_is_captured_is_read_at_the_end(tmp_path: Path, gloo_ranks: Ranks) -> None:
+    """Not before: nothing may be waited for while a graph is recorded."""
+    assert gloo_ranks(2, captured, str(tmp_path), timeout=60) == [[("third", 1)], [("third", 1)]]

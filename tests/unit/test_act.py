@@ -114,6 +114,11 @@ def test_the_headline_gives_the_spread_where_there_is_no_ratio() -> None:
     assert "odd ranks" not in line
 
 
+def test_the_headline_states_no_measure_that_was_not_taken() -> None:
+    """Of a gradient that is missing there is neither a ratio nor a spread."""
+    assert "(observed sum, expected" in headline(finding(ratio=None, max_abs=0.0))
+
+
 # ------------------------------------------------------------------------------------------- listeners
 
 

@@ -412,6 +412,16 @@ def test_a_presence_that_heals_is_not_forgotten() -> None:
     assert (run.only.kind, run.only.first_step, run.only.last_step) == ("grad-presence", 1, 2)
 
 
+def test_the_ratio_is_the_latest_and_stays_where_there_is_none() -> None:
+    """A factor that changes is seen to; a step without a gradient takes nothing away."""
+    run = watched()
+    run.steps(4, times(3.0, copies()))
+    assert run.only.ratio == pytest.approx(3.0)
+    run.steps(4, times(5.0, copies()))
+    run.step(silent())
+    assert run.only.ratio == pytest.approx(5.0)
+
+
 # ----------------------------------------------------------------------------------------- what holds
 
 

@@ -122,6 +122,7 @@ def goes_on(finding: Finding, case: Case, verdict: Verdict | None, step: int) ->
         last_step=step,
         count=count,
         severity=worst((finding.severity, verdict.severity)),
+        ratio=finding.ratio if (ratio := norm_ratio(case.seen)) is None else ratio,
         confidence=max(finding.confidence, confidence(verdict, streak(case, verdict), doubted=doubted)),
     )
     return with_evidence(again, case, verdict)
