@@ -414,7 +414,7 @@ def test_a_presence_that_heals_is_not_forgotten() -> None:
 
 def test_the_ratio_is_the_latest_and_stays_where_there_is_none() -> None:
     """A factor that changes is seen to; a step without a gradient takes nothing away."""
-    run = watched()
+    run = watched(config=Config(thresholds=Thresholds(ratio=2.5)))
     run.steps(4, times(3.0, copies()))
     assert run.only.ratio == pytest.approx(3.0)
     run.steps(4, times(5.0, copies()))
