@@ -33,6 +33,7 @@ from tpwatch.exchange import HEADER, Exchange
 from tpwatch.export.recorder import Silent
 from tpwatch.fingerprint import choose
 from tpwatch.fingerprint.layout import HEAD
+from tpwatch.handshake import Assembly
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Parts
 from tpwatch.records import ReplicaSpec, WatchPlan
@@ -199,6 +200,7 @@ class Replicas:
             plan=plan,
             source=MegatronSource(self.found, None),
             exchange=Exchange(None),
+            assembly=Assembly(1, ranks[rank], plan.ranks),
             group_rank=rank,
             fingerprinter=choose(CPU),
             diagnosis=Diagnosis(plan, config),

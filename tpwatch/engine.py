@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tpwatch._guard import Guard, say
-from tpwatch.handshake import agree_to
+from tpwatch.handshake import Assembly
 from tpwatch.job import Job
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Scope
@@ -45,22 +45,14 @@ class Seams(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
-    """Who is in this run: global rank, ranks of the replica group, ranks of the job."""
-
-    rank: int
-    group_ranks: Sequence[int]
-    world_ranks: Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
 class Engine:
     """What a Watch drives, on a rank that takes part."""
 
     monitor: Monitor
     job: Job | None
     """The meeting of all ranks, where a policy can stop the run."""
-    membership: Membership
+    world: Assembly
+    """All ranks of the job."""
     directory: str
     """The run directory."""
     close: Callable[[int], None]
@@ -70,9 +62,8 @@ class Engine:
 
     def meet(self, what: str, timeout: float, guard: Guard, *, everyone: bool = False) -> bool:
         """Agree through the store, with the replica group or with the whole job, to do `what` now."""
-        who = self.membership
-        ranks = who.world_ranks if everyone else who.group_ranks
-        outcome = guard.attempt(f"meeting for {what}", agree_to, what, who.rank, ranks, timeout)
+        who = self.world if everyone else self.monitor.parts.assembly
+        outcome = guard.attempt(f"meeting for {what}", who.agree_to, what, timeout)
         if outcome.value:
             say(logging.INFO, "tpwatch: no %s: %s", what, outcome.value)
         return outcome.value == ""

@@ -20,7 +20,7 @@ from tpwatch.config import Config
 from tpwatch.diagnose import state_finding
 from tpwatch.errors import ReplicaFault
 from tpwatch.export.jsonl import write_annotation
-from tpwatch.handshake import AMID_TRAINING, agree_to, decline
+from tpwatch.handshake import AMID_TRAINING
 from tpwatch.job import Job, Word
 from tpwatch.monitor import Monitor
 
@@ -70,7 +70,7 @@ class Gate:
         parts = self._monitor.parts
         if self._config.checkpoint != "annotate" or self._last is None or parts.group_rank != 0:
             return
-        if self._last or parts.rank == 0:
+        if self._last or parts.assembly.rank == 0:
             self._guard.attempt("annotating", self._annotate, step, os.fspath(directory), self._last)
 
     def _annotate(self, step: int, directory: str, apart: Differing) -> None:
@@ -84,27 +84,27 @@ class Gate:
     def loading(self, step: int) -> Iterator[None]:
         """Compare before and after what is done inside. Collectives over the group.
 
-        Afterwards only once every rank has said through the store that its load is done: one whose load has raised
-        does not come back here.
+        Each only once every rank has said through the store that it is there: one whose load has raised, here or on the
+        way here, does not come.
         """
-        parts, timeout = self._monitor.parts, min(AMID_TRAINING, self._config.handshake_timeout)
-        before = self._look(step, "before a checkpoint is loaded")
-        loaded = False
+        before, loaded = self._look_together(step, "before a checkpoint is loaded"), False
         try:
             yield
             loaded = True
         finally:
             if not loaded:
-                self._guard.attempt("declining", decline, "loaded", parts.rank, parts.plan.ranks)
-        came = self._guard.attempt("meeting after a load", agree_to, "loaded", parts.rank, parts.plan.ranks, timeout)
-        if came.value != "":
-            return
-        after = self._look(step, "after a checkpoint was loaded")
+                self._guard.attempt("declining", self._monitor.parts.assembly.decline, "load")
+        after = self._look_together(step, "after a checkpoint was loaded")
         if before is None or after is None:
             return
         for what, names in (("came with", after.keys() - before.keys()), ("went with", before.keys() - after.keys())):
             if names:
                 self._say(step, f"a difference between copies {what} the checkpoint: {self._listed(sorted(names))}")
+
+    def _look_together(self, step: int, when: str) -> Differing | None:
+        timeout = min(AMID_TRAINING, self._config.handshake_timeout)
+        came = self._guard.attempt(f"meeting {when}", self._monitor.parts.assembly.agree_to, "load", timeout)
+        return self._look(step, when) if came.value == "" else None
 
     def _look(self, step: int, when: str) -> Differing | None:
         """What differs now; None if that could not be found out, or if this group is not watched any more."""

@@ -127,24 +127,29 @@ def next_round(store: Store, what: str, rank: int) -> int:
     return int(store.add(f"tpwatch/round/{what}/{rank}", 1))
 
 
-def agree_to(what: str, rank: int, ranks: Sequence[int], timeout: float) -> str:
-    """Meet `ranks` over one question amid training, as often as it comes up; empty if all came, else the reason.
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """Ranks that can agree on something through the store amid training, as this one of them sees it."""
 
-    What a rank has read from a reduced buffer it may have read alone: another can have failed over it. Nobody acts on
-    it who has not seen here that all have.
-    """
-    if not dist.is_initialized():
-        return "the process group is gone"
-    return _amid_training(what, rank, ranks, timeout).hold({})
+    round: int
+    """Of the attach, the same on all: a meeting that one of them missed in an earlier watch is none of this one's."""
+    rank: int
+    ranks: Sequence[int]
 
+    def agree_to(self, what: str, timeout: float) -> str:
+        """Meet over one question, as often as it comes up; empty if all came, else the reason.
 
-def decline(what: str, rank: int, ranks: Sequence[int]) -> None:
-    """Stay away from the next meeting over `what`, and spare the others the waiting."""
-    if dist.is_initialized():
-        _amid_training(what, rank, ranks, 0.0).decline(f"rank {rank} could not come")
+        What a rank has read from a reduced buffer it may have read alone: another can have failed over it. Nobody acts
+        on it who has not seen here that all have.
+        """
+        return self._meeting(what, timeout).hold({}) if dist.is_initialized() else "the process group is gone"
 
+    def decline(self, what: str) -> None:
+        """Stay away from the next meeting over `what`, and spare the others the waiting."""
+        if dist.is_initialized():
+            self._meeting(what, 0.0).decline(f"rank {self.rank} could not come")
 
-def _amid_training(what: str, rank: int, ranks: Sequence[int], timeout: float) -> Meeting:
-    store, name = default_store(), f"{what}/{ranks[0]}-{ranks[-1]}"
-    number = next_round(store, name, rank)
-    return Meeting(store, f"{name}/{number}", rank, ranks, timeout)
+    def _meeting(self, what: str, timeout: float) -> Meeting:
+        store, name = default_store(), f"{what}/{self.round}/{self.ranks[0]}-{self.ranks[-1]}"
+        number = next_round(store, name, self.rank)
+        return Meeting(store, f"{name}/{number}", self.rank, self.ranks, timeout)

@@ -22,7 +22,7 @@ import torch
 from tpwatch import act
 from tpwatch._guard import Guard
 from tpwatch.config import Config
-from tpwatch.diagnose import Outcome, When, layout_finding
+from tpwatch.diagnose import BUFFER_HEADER, Outcome, When, layout_finding
 from tpwatch.exchange import (
     ENTRY,
     EXIT,
@@ -36,7 +36,7 @@ from tpwatch.exchange import (
 )  # fmt: skip
 from tpwatch.explain import Explainer
 from tpwatch.fingerprint.layout import ROW
-from tpwatch.handshake import AT_ONCE, agree_to
+from tpwatch.handshake import AT_ONCE
 from tpwatch.ledger import Ledger
 from tpwatch.lookout import Lookout
 from tpwatch.pace import Pace
@@ -144,9 +144,8 @@ class Monitor:
     def catch_up(self, *, last: bool = False) -> None:
         """Read the check that is still on its way (deferred mode), at a fixed place; the `last` time, without peers."""
         check, self._pending = self._pending, None
-        self._resync = None if last else self._resync
         if check is not None:
-            self._alone("the verdict", self._conclude, check)
+            self._alone("the verdict", self._conclude, check, last=last)
 
     def _alone(self, what: str, act: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Do what may fail on this rank alone. It then knows less than its peers, and has to take all of them off."""
@@ -175,7 +174,7 @@ class Monitor:
         tripped = self.guard.tripped
         header = self._header(check, phase, failed=not packed.ok, tripped=tripped)
         if not self.guard.attempt("sealing", self._buffers.seal, buffer, header).ok:
-            buffer, check.targets = self._buffers.disabled, ()
+            buffer, check.targets, tripped = self._buffers.disabled, (), True
         self.parts.exchange.reduce_max(buffer)
         reading = self.guard.attempt("reading back", self._readback.start, buffer).value
         if reading is None:
@@ -261,7 +260,7 @@ class Monitor:
         """Stop the lookout. Idempotent."""
         self._lookout.close()
 
-    def _conclude(self, check: Check) -> None:
+    def _conclude(self, check: Check, *, last: bool = False) -> None:
         """Turn what came back into a verdict, the same on every rank of the group."""
         started = self.parts.clock()
         entry = check.entry.wait() if check.entry else None
@@ -281,9 +280,10 @@ class Monitor:
         self.ledger.check(self.last_report)
         if outcome.judged:
             self.ledger.status(check.at.step, self.parts.diagnosis)
-        if self._resync is not None and check.at.call:
-            self._resync.mend(check.at.step, reduced.apart(), self.parts.diagnosis.findings)
-        self._keep_pace(check, reduced)
+        if check.at.call and not last:
+            if self._resync is not None:
+                self._resync.mend(check.at.step, reduced.apart(), self.parts.diagnosis.findings)
+            self._keep_pace(check, reduced)
 
     def _observe(self, check: Check, reduced: Reduced, evidence: Mapping[int, Evidence]) -> Outcome:
         """Hand over only rows whose picture changed, that are unsettled, or about which there is new evidence."""
@@ -305,7 +305,7 @@ class Monitor:
             if header.mismatch:
                 self._act(check.at.step, self._mismatch(check, header.mismatch))
             if header.mismatch or header.flag("failed"):
-                self.parts.diagnosis.missed()
+                self.parts.diagnosis.missed(check.at.call)
                 return True
         return False
 
@@ -313,7 +313,7 @@ class Monitor:
         """Said once, with the first step; from then on counted."""
         step, known = check.at.step, self._mispaired
         if known is None:
-            self._mispaired = layout_finding(self.parts.plan, "(buffer header)", text, step)
+            self._mispaired = layout_finding(self.parts.plan, BUFFER_HEADER, text, step)
         else:
             self._mispaired = replace(known, last_step=step, count=known.count + (step > known.last_step))
         self.parts.diagnosis.add(self._mispaired)
@@ -344,7 +344,7 @@ class Monitor:
         """Stretch the interval if a rank says that checks are too slow, and if all ranks know: see `agree_to`."""
         if any(header.flag("slow") for header in reduced.headers):
             timeout = min(AT_ONCE, self.config.handshake_timeout)
-            if not agree_to("stretch", self.parts.rank, self.parts.plan.ranks, timeout):
+            if not self.parts.assembly.agree_to("stretch", timeout):
                 self.ledger.note(check.at.step, self.pace.stretch())
         elif check.at.call == 1:
             self.pace.spend(check.seconds, self._step_seconds)

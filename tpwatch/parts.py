@@ -16,6 +16,7 @@ import torch
 from tpwatch.diagnose import Diagnosis, When
 from tpwatch.exchange import Exchange, Pending
 from tpwatch.fingerprint import Fingerprinter
+from tpwatch.handshake import Assembly
 from tpwatch.records import Finding, StepReport, Target, WatchPlan
 
 Scope = frozenset[int]
@@ -87,17 +88,14 @@ class Parts:
     plan: WatchPlan
     source: Source
     exchange: Exchange
+    assembly: Assembly
+    """The ranks of the plan."""
     group_rank: int
     fingerprinter: Fingerprinter
     diagnosis: Diagnosis
     recorder: Recorder
     device: torch.device
     clock: Callable[[], float] = time.perf_counter
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the job."""
-        return self.plan.ranks[self.group_rank]
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ import torch
 
 from tpwatch.diagnose import presence_finding
 from tpwatch.exchange import FLAGS, presence_flags
-from tpwatch.handshake import agree_to
 from tpwatch.ledger import Ledger
 from tpwatch.parts import Parts
 from tpwatch.records import RowObservation
@@ -57,7 +56,7 @@ class Presence:
         """
         if all(_ends(self._absent.get(row.index, ())) == row.absent for row in rows):
             return True
-        if agree_to("absent", self._parts.rank, self._parts.plan.ranks, self._timeout):
+        if self._parts.assembly.agree_to("absent", self._timeout):
             return False
         mine = [self._present[row.index] for row in rows]
         marks = self._marks[: len(mine)]
@@ -79,8 +78,12 @@ class Presence:
             ledger.finding(step, presence_finding(self._parts.plan, row, step))
 
     def complete(self, rows: Sequence[RowObservation]) -> list[RowObservation]:
-        """Return `rows` with all absent ranks, where `find_absent` has learned them."""
-        return [replace(row, absent=self._absent.get(row.index, row.absent)) if row.absent else row for row in rows]
+        """Return `rows` with all absent ranks, where `find_absent` has learned of just these."""
+        return [self._completed(row, self._absent.get(row.index, ())) for row in rows]
+
+    @staticmethod
+    def _completed(row: RowObservation, absent: tuple[int, ...]) -> RowObservation:
+        return replace(row, absent=absent) if row.absent and _ends(absent) == row.absent else row
 
 
 def _ends(ranks: tuple[int, ...]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from tpwatch._guard import say
 from tpwatch.act import doubled, listed
 from tpwatch.alike import LABELS, Alike, held
 from tpwatch.config import Config
-from tpwatch.handshake import AT_ONCE, agree_to
+from tpwatch.handshake import AT_ONCE
 from tpwatch.ledger import Ledger
 from tpwatch.parts import Parts
 from tpwatch.records import Finding
@@ -53,7 +53,7 @@ class Resync:
         """
         names, replicas = {finding.parameter for finding in findings}, self._parts.plan.replicas
         rows = [row for row in apart if replicas[row].name in names]
-        if not rows or agree_to("resync", self._parts.rank, self._parts.plan.ranks, self._timeout):
+        if not rows or self._parts.assembly.agree_to("resync", self._timeout):
             return
         ready = self._ledger.guard.attempt("preparing a resync", self._prepare, rows).value
         pairs, room = ready or ([None] * (len(rows) * len(LABELS)), self._sizes)

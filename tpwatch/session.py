@@ -10,7 +10,6 @@ missing, disabled, of another version or configuration, all stay off, with one w
 
 from __future__ import annotations
 
-import datetime as dt
 import logging
 import os
 import platform
@@ -30,17 +29,17 @@ from tpwatch.adapters.base import Adapter, Groups, Host
 from tpwatch.config import Config, load
 from tpwatch.diagnose import Diagnosis, layout_finding
 from tpwatch.discover import Difference, Discovery, agree, discover, restrict
-from tpwatch.engine import Engine, Membership
+from tpwatch.engine import Engine
 from tpwatch.errors import ConfigError
 from tpwatch.exchange import Exchange
 from tpwatch.export import Place
 from tpwatch.export.fanout import Fanout
-from tpwatch.export.jsonl import Events, RunLog, write_meta, write_summary
+from tpwatch.export.jsonl import Events, RunLog, run_directory, write_meta, write_summary
 from tpwatch.export.recorder import Leader, Silent, Teller
 from tpwatch.export.scribe import LEISURE, in_time
 from tpwatch.export.sinks import chosen
 from tpwatch.fingerprint import choose as choose_fingerprinter
-from tpwatch.handshake import Meeting, default_store, next_round
+from tpwatch.handshake import Assembly, Meeting, default_store, next_round
 from tpwatch.job import Job
 from tpwatch.monitor import Monitor
 from tpwatch.parts import Parts, Recorder
@@ -189,7 +188,7 @@ class Session:
     def _hello(self, group: str, error: Exception | None) -> dict[str, Any]:
         return {
             "group": group, "failed": f"cannot attach: {error}" if error else "", "version": tpwatch.__version__,
-            "config": self.config.digest(), "out": _absolute(self.config.out or _default_directory()),
+            "config": self.config.digest(), "out": run_directory(self.config.out),
         }  # fmt: skip
 
     def _write_meta(self, host: Host, directory: str, meeting: Meeting) -> None:
@@ -228,6 +227,7 @@ class Session:
         recorder = self._recorder(host, plan, directory, {"name": fingerprinter.name, "reason": fingerprinter.reason})
         parts = Parts(
             plan=plan, source=host.source(agreed.discovery.rows), exchange=Exchange(host.group),
+            assembly=Assembly(self.round, self.rank, plan.ranks),
             group_rank=list(plan.ranks).index(self.rank), fingerprinter=fingerprinter,
             diagnosis=Diagnosis(plan, self.config, loss_scaler=host.loss_scaler),
             recorder=recorder, device=host.device,
@@ -276,10 +276,10 @@ class Session:
             if self._teller is not None:
                 self._teller.close(monitor.parts.diagnosis.findings, step)
 
-        membership = Membership(self.rank, plan.ranks, self.world)
         meets = self.config.meets or self.config.checkpoint == "refuse"
         job = Job(leader=self.rank == plan.ranks[0], device=host.device) if meets else None
-        return Engine(monitor, job, membership, directory, close, partial(self._conclude, directory, READING))
+        everyone, conclude = Assembly(self.round, self.rank, self.world), partial(self._conclude, directory, READING)
+        return Engine(monitor, job, everyone, directory, close, conclude)
 
     def _conclude(self, directory: str, patience: float) -> None:
         """Derive `summary.json`, on rank 0."""
@@ -335,16 +335,6 @@ def _disagreement(heard: Mapping[int, Mapping[str, Any]]) -> str:
 
 def _any_failed(heard: Mapping[int, Mapping[str, Any]]) -> str:
     return next((str(said["failed"]) for said in heard.values() if said["failed"]), "")
-
-
-def _default_directory() -> str:
-    stamp = dt.datetime.now(tz=dt.timezone.utc).strftime("%Y%m%d-%H%M%S")
-    return f"tpwatch-runs/{stamp}-{os.getpid()}"
-
-
-def _absolute(out: str) -> str:
-    """As rank 0 sees it: ranks may be in other directories, and may change to others later."""
-    return os.path.abspath(out)  # noqa: PTH100 - links are to stay as the user wrote them
 
 
 __all__ = ["Session", "attach"]

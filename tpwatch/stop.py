@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping
 from tpwatch._guard import Guard
 from tpwatch.act import wants_checkpoint
 from tpwatch.config import Config
+from tpwatch.engine import Engine
 from tpwatch.errors import ReplicaFault
 from tpwatch.job import Job, JobView, Word
-from tpwatch.monitor import Monitor
+
+TELLING = 30.0
+"""Seconds that a rank which is to stop waits for those that still write down why, on a slow disk for one."""
 
 SILENCE = Word(stop=False, save=False, counts={}, ratio=0.0, max_abs=0.0)
 """What a rank says that could not work out its word: it comes to the meeting all the same."""
@@ -23,10 +26,11 @@ SILENCE = Word(stop=False, save=False, counts={}, ratio=0.0, max_abs=0.0)
 class Stop:
     """The policy of one rank towards the whole job."""
 
-    def __init__(self, job: Job, monitor: Monitor, config: Config, guard: Guard) -> None:
+    def __init__(self, engine: Engine, job: Job, config: Config, guard: Guard) -> None:
         """Nothing has been said yet."""
+        self._engine = engine
         self._job = job
-        self._monitor = monitor
+        self._monitor = engine.monitor
         self._config = config
         self._guard = guard
         self.view: JobView | None = None
@@ -102,4 +106,6 @@ class Stop:
         self.saving = False
         stopping = self._monitor.stopping
         self._monitor.ledger.abort(view.step, stopping)  # also where another group stops: this one ends as well
+        # A launcher kills all ranks once the first has ended, be they in the middle of saying why.
+        self._engine.meet("told", min(TELLING, self._config.handshake_timeout), self._guard, everyone=True)
         raise ReplicaFault(stopping, view.step, view.counts)

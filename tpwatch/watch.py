@@ -50,7 +50,7 @@ class Watch:
         self._engine = engine
         self.monitor = engine.monitor if engine else None
         """The monitor of this rank's replica group; None in an inert Watch."""
-        self._stop = Stop(engine.job, engine.monitor, config, guard) if engine and engine.job and config.meets else None
+        self._stop = Stop(engine, engine.job, config, guard) if engine and engine.job and config.meets else None
         self._gate = (
             Gate(engine.monitor, engine.job, config, guard) if engine and config.checkpoint != "ignore" else None
         )
@@ -58,6 +58,7 @@ class Watch:
         self._step = config.start_step + 1
         self._calls = 0
         self._ever_called = False
+        self._finalized = False
         self._start_known = False
         self._ready_seen = False
         self._skipped = 0
@@ -196,13 +197,13 @@ class Watch:
         Returns False if the reduction is to be left out: the run is about to be stopped, on every rank, before the
         update, and the reduction might hang on what was found.
         """
-        self._left_out = False
+        self._left_out = self._left_out and self._calls > 0
         if not self.enabled:
             return True
         if self._calls == 0:
             self._read_iteration()
         self._calls += 1
-        self._ever_called = True
+        self._ever_called = self._finalized = True
         if self._calls > 1 and not self._twice_noted:
             self._twice_noted = True
             self._note(f"the gradient finalizer was called {self._calls} times in step {self._step}")
@@ -235,7 +236,7 @@ class Watch:
         """The optimizer is about to use the gradients. May come twice in a step; only the first counts."""
         if self._closed or not self._awake or self._ready_seen:
             return
-        if self._calls == 0:
+        if not self._finalized:
             self._read_iteration()
             if self.enabled:
                 self._finalizer_skipped()
@@ -250,7 +251,7 @@ class Watch:
             return
         self._run("end of step", lambda monitor: monitor.end_of_step())
         self._step += 1
-        self._calls, self._ready_seen = 0, False
+        self._calls, self._ready_seen, self._finalized = 0, False, False
 
     # ------------------------------------------------------------------------------------- internals
 

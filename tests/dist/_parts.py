@@ -20,6 +20,7 @@ from tpwatch.diagnose import Diagnosis
 from tpwatch.discover import Candidate
 from tpwatch.exchange import OUTSIDE, Exchange
 from tpwatch.fingerprint import choose
+from tpwatch.handshake import Assembly
 from tpwatch.monitor import Monitor
 from tpwatch.parts import STATES, Look, Parts, Scope
 from tpwatch.records import Finding, ReplicaSpec, Rule, StepReport, WatchPlan
@@ -163,6 +164,7 @@ def rig(
         plan=plan,
         source=source,
         exchange=Exchange(group),
+        assembly=Assembly(1, dist.get_rank(), plan.ranks),
         group_rank=dist.get_rank(group),
         fingerprinter=choose(device, config.fingerprint),
         diagnosis=Diagnosis(plan, config),

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.commands import run_python
 from tests.dist.test_session import attach, partials, toy
 from tpwatch.errors import ReplicaFault
 
@@ -28,6 +29,31 @@ def die(rank: int, out: str) -> tuple[list[str], str, bool]:
     found = left, verdict, rank != 0 or abort.exists()
     watch.abandon()
     return found
+
+
+SCRIPT = """
+import sys
+import torch.distributed as dist
+from tests.commands import run_python
+from tests.dist.test_session import attach, partials, toy
+
+dist.init_process_group("gloo")
+model = toy()
+model.rules[0] = "none"
+watch = attach(model, sys.argv[1], on_fault="abort", sinks=("tests.export._sinks:Slow",))
+for step in range(1, 9):
+    model.train(partials(model, dist.get_rank(), step))
+"""
+
+
+def test_a_launcher_ends_no_rank_that_still_says_why(tmp_path: Path) -> None:
+    """Torchrun kills all ranks once the first has ended: those with nothing to say wait for those that have."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = run_python("-m", "torch.distributed.run", "--nproc_per_node=2", script, tmp_path / "run", timeout=100)
+    assert done.returncode != 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["aborted_at"] == 3
+    assert (tmp_path / "run" / "told.tp-0").read_text() == "abort"
 
 
 def test_what_is_left_does_not_hang_on_the_scripts_manners(tmp_path: Path, gloo_ranks: Ranks) -> None:

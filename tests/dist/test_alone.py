@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -177,6 +177,30 @@ def test_absent_ranks_are_asked_for_by_all_or_none() -> None:
     assert one[-1] == 0
 
 
+def void(rank: int) -> list[bool]:
+    """Whether a rank watches after each step; in the second, one can neither seal the exit side nor read it back."""
+    watched = rig([normal(1, 30)], [None])
+    monitor, on = watched.monitor, []
+    for step in range(1, 5):
+        watched.source.gradients = [normal(9 * step + rank, 30)]
+        monitor.before_reduction(step, 1, frozenset({0}))
+        summed(watched.source.gradients)
+        with ExitStack() as broken:
+            if rank == 1 and step == 2:
+                broken.enter_context(mock.patch.object(monitor._buffers, "seal", side_effect=MemoryError))
+                broken.enter_context(mock.patch.object(monitor._readback, "start", side_effect=MemoryError))
+            monitor.after_reduction()
+        monitor.end_of_step()
+        on.append(monitor.watching)
+    return on
+
+
+def test_a_rank_that_has_said_that_it_is_off_is_off() -> None:
+    """Also where it could not read its own word back."""
+    one, other = run_ranks(2, void, timeout=20)
+    assert one == other == [True, False, False, False]
+
+
 def load(rank: int, raises: int) -> int:
     """Collectives of a checkpoint's load that raises on one rank and is caught there."""
     watched = rig([normal(1, 30)], [None])
@@ -216,6 +240,27 @@ def test_a_trainer_that_catches_the_fault_is_told_again_at_every_step(tmp_path: 
     """No update is ever made from gradients whose reduction tpwatch has left out."""
     expected = ["updated", *["fault"] * 5]
     assert gloo_ranks(2, goes_on, str(tmp_path), timeout=60) == [expected, expected]
+
+
+def tries_again(rank: int, out: str) -> list[str]:
+    """What is found where the optimizer's step is tried again after each fault."""
+    model = toy()
+    watch = attach(model, out, on_fault="abort", patience=2)
+    model.rules[2] = "none"
+    for step in range(1, 4):
+        with suppress(ReplicaFault):
+            model.train(partials(model, rank, step))
+            continue
+        for _ in range(3):
+            with suppress(ReplicaFault):
+                watch.gradients_ready()
+    watch.abandon()
+    return [f.kind for f in watch.findings]
+
+
+def test_a_step_that_is_tried_again_has_not_skipped_its_finalizer(tmp_path: Path, gloo_ranks: Ranks) -> None:
+    """It ran before the first try."""
+    assert gloo_ranks(2, tries_again, str(tmp_path), timeout=60) == [["missing-reduce"]] * 2
 
 
 def left_out(rank: int, out: str) -> tuple[int, list[tuple[str, str, int]]]:
@@ -346,6 +391,34 @@ def ended(rank: int, out: str) -> tuple[int, str]:
 def test_a_script_that_destroys_its_process_group_first_is_no_error(tmp_path: Path, gloo_ranks: Ranks) -> None:
     """There is nobody left to compare with, and nothing to say about it."""
     assert gloo_ranks(2, ended, str(tmp_path), timeout=40) == [(0, "")] * 2
+
+
+def again(rank: int, out: str) -> list[tuple[int, int]]:
+    """Of two watches, how often gradients were reduced before the stop; in the first a rank fails on the way to it."""
+    seen = []
+    for run in (1, 2):
+        model = toy()
+        model.rules[3] = "none"
+        watch = attach(model, f"{out}/{run}", on_fault="abort", handshake_timeout=SHORT)
+        monitor = watch.monitor
+        assert monitor is not None
+        if run == 1 and rank == 1:
+            monitor._presence.find_absent = mock.Mock(side_effect=MemoryError)  # type: ignore[method-assign]
+        with mock.patch.object(Toy, "finalize", autospec=True) as finalize, suppress(ReplicaFault):
+            for step in range(1, 4):
+                gradients = partials(model, rank, step)
+                gradients[3] = None if step == 2 and rank == 1 else normal(step, 20)
+                model.train(gradients)
+        seen.append((run, finalize.call_count))
+        watch.abandon() if rank else watch.finish()
+        dist.barrier()
+    return seen
+
+
+def test_what_a_rank_missed_in_one_watch_it_has_not_missed_in_the_next(tmp_path: Path, gloo_ranks: Ranks) -> None:
+    """Meetings are those of one attach: after another the ranks meet again, and leave out what would hang."""
+    for seen in gloo_ranks(2, again, str(tmp_path), timeout=60):
+        assert seen == [(1, 2), (2, 1)]
 
 
 def two_sizes(rank: int, out: str) -> list[int]:

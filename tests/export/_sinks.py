@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,3 +39,19 @@ class Lists:
     def close(self) -> None:
         """Say that it was closed."""
         self.write({"event": "closed"})
+
+
+class Slow:
+    """Takes its time over an abort, and leaves word when it has heard of it."""
+
+    def __init__(self, place: Place) -> None:
+        self.path = place.directory / f"told.{place.group}"
+
+    def write(self, event: Mapping[str, Any]) -> None:
+        """Be slow."""
+        if event["event"] == "abort":
+            time.sleep(2.0)
+            self.path.write_text("abort")
+
+    def close(self) -> None:
+        """Nothing is left to do."""

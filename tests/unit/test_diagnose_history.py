@@ -27,7 +27,7 @@ from tests.unit._builders import (
     watched,
 )
 from tpwatch.config import Config, Explain, Thresholds
-from tpwatch.diagnose import When, skipped_finding, state_finding
+from tpwatch.diagnose import BUFFER_HEADER, When, layout_finding, skipped_finding, state_finding
 from tpwatch.diagnose.history import rising
 from tpwatch.diagnose.judges import SCALER_PATIENCE
 
@@ -470,3 +470,43 @@ def test_what_is_seen_once_at_a_save_holds_for_good() -> None:
     assert sorted(holding(run)) == ["finalize-skipped", "optimizer-mismatch"]
     run.steps(3, HEALTHY)
     assert holding(run) == ["optimizer-mismatch"]
+
+
+def test_a_parameter_that_is_left_out_for_good_holds_for_good() -> None:
+    """A difference between the plans of ranks is said once; one between buffers is looked for at every check."""
+    run = watched()
+    run.diagnosis.add(layout_finding(run.diagnosis.plan, "other", "on rank 1 only", 0))
+    run.diagnosis.add(layout_finding(run.diagnosis.plan, BUFFER_HEADER, "step: 1 on one rank, 2 on another", 0))
+    run.steps(3, HEALTHY)
+    assert [f.parameter for f in run.diagnosis.holding] == ["other"]
+
+
+def test_values_that_are_equal_again_are_no_mismatch_any_more() -> None:
+    """Made equal by hand or by `resync`, however they came to differ at the start."""
+    run = watched()
+    run.step(kept(copies(), values=[VALUE, (*VALUE[:3], VALUE[3] + 0.5)]))
+    run.steps(5, HEALTHY)
+    assert (run.only.kind, run.only.count) == ("init-mismatch", 1)
+    assert holding(run) == []
+
+
+def test_a_call_that_is_not_made_any_more_holds_nothing_open() -> None:
+    """One accidental second call of the finalizer has seen too little to settle anything."""
+    run = watched()
+    run.steps(2, HEALTHY)
+    run.step(HEALTHY, call=2)
+    run.steps(4, SUM_OF_COPIES)
+    run.steps(4, HEALTHY)
+    assert holding(run) == []
+    assert [f.kind for f in run.findings] == ["double-reduce"]
+
+
+def test_a_finalizer_that_is_skipped_now_and_then_holds() -> None:
+    """In between there are checks."""
+    run = watched()
+    for step in (2, 4, 6):
+        run.diagnosis.add(skipped_finding(run.diagnosis.plan, step, step // 2))
+        run.diagnosis.observe(When(step + 1, update=step), [observed(HEALTHY)], {})
+        assert holding(run) == ["finalize-skipped"]
+    run.diagnosis.observe(When(8, update=7), [observed(HEALTHY)], {})
+    assert holding(run) == []

@@ -97,3 +97,14 @@ def test_a_summary_comes_last(tmp_path: Path, fanout: Fanout, sink: Keeps) -> No
     recorder = leader(tmp_path, fanout, lambda: found.append(((tmp_path / "abort.json").exists(), kinds(sink))))
     recorder.abort(2, [])
     assert found == [(True, ["start", "check", "abort"])]
+
+
+def test_sinks_are_closed_where_the_file_cannot_be(
+    tmp_path: Path, fanout: Fanout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may say only then that what was written is lost."""
+    recorder = leader(tmp_path, fanout, lambda: None)
+    monkeypatch.setattr(recorder._events, "close", lambda: (_ for _ in ()).throw(OSError(122, "Disk quota exceeded")))
+    with pytest.raises(OSError, match="quota"):
+        recorder.leave()
+    assert fanout._lanes == []

@@ -11,13 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from tpwatch.config import Config
 from tpwatch.diagnose import compare, findings, judges
-from tpwatch.diagnose.findings import layout_finding, presence_finding, skipped_finding, state_finding
+from tpwatch.diagnose.findings import BUFFER_HEADER, layout_finding, presence_finding, skipped_finding, state_finding
 from tpwatch.diagnose.history import History
 from tpwatch.diagnose.judges import Case, Verdict
 from tpwatch.diagnose.outcome import Outcome, When
 from tpwatch.records import Evidence, Finding, RowObservation, Target, WatchPlan
 
 __all__ = [
+    "BUFFER_HEADER",
     "Diagnosis",
     "Outcome",
     "When",
@@ -50,7 +51,10 @@ class Diagnosis:
         self._seen: set[int] = set()
         self._unsettled: dict[int, set[int]] = {}
         self._partial: set[int] = set()
-        self._missed = False
+        self._missed: set[int] = set()
+        """Calls whose last check was lost."""
+        self._previous = 0
+        """Step of the check before the last one."""
         self._checked: dict[int, int] = {}
         """Step of the last check, by call."""
 
@@ -62,6 +66,8 @@ class Diagnosis:
         `rows` may leave out rows whose picture did not change and that are not `unsettled`.
         """
         self.checks += 1
+        last = max(self._checked.values(), default=0)
+        self._previous = last if at.step > last else self._previous
         self._checked[at.call] = at.step
         if self._first_step is None and at.call:
             self._first_step = at.step
@@ -69,17 +75,18 @@ class Diagnosis:
         if self._scaler_will_skip(at, rows, histories):
             for seen in rows:
                 self._compare_values(at, seen, histories[seen.index])
+            self._missed.discard(max(at.call, 1))
             return Outcome(skipped=True)
         cases = [self._remember(at, seen, histories[seen.index], evidence.get(seen.index)) for seen in rows]
         worse: list[Finding] = []
         for case in _in_order(cases):
             worse += self._decide(case, at)
-        self._missed = False
+        self._missed.discard(max(at.call, 1))
         return Outcome(tuple(worse), self._grown(worse), judged=len(cases))
 
-    def missed(self) -> None:
+    def missed(self, call: int) -> None:
         """A check was lost: whatever its gradients were, nobody has seen them."""
-        self._missed = True
+        self._missed.add(max(call, 1))
 
     def presence(self, at: When, rows: Sequence[RowObservation]) -> Outcome:
         """Take in the entry side alone.
@@ -137,7 +144,7 @@ class Diagnosis:
         first = at.step == self._first_step and pattern != "outside" and not history.values_were_equal
         if at.pristine or (first and pattern != "different/kept"):
             history.born_different = True
-        elif first or self._missed:
+        elif first or max(at.call, 1) in self._missed:
             history.diverged_at = at.step
 
     def _mark(self, seen: RowObservation, history: History, step: int) -> None:
@@ -288,11 +295,13 @@ class Diagnosis:
     def holding(self) -> list[Finding]:
         """Findings that hold: not those of parameters that have settled as healthy since, with equal values.
 
-        What is looked for at every step holds as long as it is seen; of anything else nobody has seen the end.
+        What is looked for at every step holds while it was seen since the check before the last one; of anything else
+        nobody has seen the end. A call of the finalizer that is not made any more settles nothing, and opens nothing.
         """
         last = max(self._checked.values(), default=0)
-        seen = [f for f in self._others if f.kind not in _SEEN_AT_EVERY_STEP or f.last_step >= last]
-        open_ones = frozenset[int]().union(*self._unsettled.values())
+        seen = [f for f in self._others if f.last_step >= self._previous or not _seen_at_every_step(f)]
+        calls = {max(call, 1) for call, step in self._checked.items() if step >= last}
+        open_ones = frozenset[int]().union(*(rows for call, rows in self._unsettled.items() if call in calls))
         return [*seen, *(finding for index, finding in self._roots.items() if index in open_ones)]
 
     @property
@@ -312,7 +321,6 @@ class Diagnosis:
 
 
 _BORDERLINE = 3
-_SEEN_AT_EVERY_STEP = frozenset({"finalize-skipped", "replica-layout"})
 _GATHERED = frozenset({"unreduced", "changed", "apart", "written"})
 
 
@@ -326,6 +334,10 @@ def _in_order(cases: list[Case]) -> list[Case]:
 
 def _of_values(case: Case) -> bool:
     return not case.seen.param.same and (case.history.born_different or case.history.suspicion == "written")
+
+
+def _seen_at_every_step(finding: Finding) -> bool:
+    return finding.kind == "finalize-skipped" or finding.parameter == BUFFER_HEADER
 
 
 def _differs(seen: RowObservation) -> bool:

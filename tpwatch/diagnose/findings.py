@@ -28,6 +28,9 @@ KEEPING_EQUAL = frozenset({"double-reduce", "averaged-partial", "wrong-scale"})
 AT_THE_SOURCE = frozenset({"init-mismatch", "external-write"})
 """Causes that make other parameters differ within the very same step."""
 
+BUFFER_HEADER = "(buffer header)"
+"""In place of a parameter, where the buffers themselves do not fit together."""
+
 DOUBT = 0.2
 """Taken off the confidence of a cause that began while values elsewhere had already moved apart."""
 

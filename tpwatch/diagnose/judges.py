@@ -121,8 +121,8 @@ def grad_presence(case: Case) -> Verdict | None:
 
 
 def init_mismatch(case: Case) -> Verdict | None:
-    """Values that differed at the first check."""
-    if not case.history.born_different:
+    """Values that differed at the first check, and still do."""
+    if not case.history.born_different or case.seen.param.same:
         return None
     return Verdict("init-mismatch", "param", "different values", "bit-identical values", "error", EXACT, 1)
 

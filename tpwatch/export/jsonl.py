@@ -12,6 +12,7 @@ the schema version, the event, the time and the incarnation (which start of the 
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import math
 import os
@@ -33,11 +34,21 @@ __all__ = [
     "encode",
     "event_file",
     "make_directory",
+    "run_directory",
     "write_abort",
     "write_annotation",
     "write_meta",
     "write_summary",
 ]
+
+
+def run_directory(out: str | None) -> str:
+    """The run directory that `out` means to this process, or one of its own where that is empty; absolute.
+
+    Rank 0's holds for the job: others may be in other directories, and any may change to another later.
+    """
+    stamp = dt.datetime.now(tz=dt.timezone.utc).strftime("%Y%m%d-%H%M%S")
+    return os.path.abspath(out or f"tpwatch-runs/{stamp}-{os.getpid()}")  # noqa: PTH100 - links stay as they are
 
 
 class Events:

@@ -113,14 +113,15 @@ class PrometheusSink:
         raise OSError(errno.EADDRINUSE, message)
 
     def _announce(self, file: _Published, target: str, scheme: str) -> None:
-        """Write the target file. The run is a label of the target, not of the metrics."""
-        labels = {"run": self._place.directory.name}
+        """Write the target file. The run is a label of the target, not of the metrics; `__host__` is of none."""
+        labels = {"__host__": socket.gethostname(), "run": self._place.directory.name}
         if scheme == "https":
             labels["__scheme__"] = scheme
-        # One that a killed run has left at this address, which is ours now, would give our metrics its name.
-        file.remove_others("*.????????.json", f'[{{"targets": ["{target}"]'.encode())
+        text = json.dumps([{"targets": [target], "labels": labels}])
+        # One that a killed run has left at this address of this host, ours now, would give our metrics its name.
+        file.remove_others("*.????????.json", text.partition(', "run": ')[0].encode())
         self._closing.callback(file.take_back)
-        file.write(json.dumps([{"targets": [target], "labels": labels}]).encode() + b"\n")
+        file.write(text.encode() + b"\n")
 
     # -------------------------------------------------------------------------------------- others
 

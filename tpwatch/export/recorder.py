@@ -91,8 +91,10 @@ class Teller:
 
     def leave(self) -> None:
         """Close the file and the sinks without a last word: the watch never began."""
-        self._events.close()
-        self._fanout.close()
+        try:
+            self._events.close()
+        finally:
+            self._fanout.close()
 
 
 class Leader(Teller):
