@@ -291,13 +291,18 @@ def test_a_certificate_that_cannot_be_read_serves_nothing(
 # ----------------------------------------------------------------------------- files and the gateway
 
 
+def labels(run: str) -> dict[str, str]:
+    """Labels of the target of a run on this host."""
+    return {"__host__": socket.gethostname(), "run": run}
+
+
 def test_a_target_file_names_the_exporter_while_it_runs(start: Start, tmp_path: Path) -> None:
     """In the form of `file_sd_configs`, one file a leader, gone after an orderly end."""
     targets = tmp_path / "targets"
     runs = [start(group=group, file_sd=str(targets)) for group in ("tp-0", "tp-2")]
     assert names(targets) == ["run-1.tp-0.*.json", "run-1.tp-2.*.json"]
     assert [json.loads(path.read_text()) for path in sorted(targets.iterdir())] == [
-        [{"targets": [urlsplit(run.sink.url).netloc], "labels": {"run": "run-1"}}] for run in runs
+        [{"targets": [urlsplit(run.sink.url).netloc], "labels": labels("run-1")}] for run in runs
     ]
     runs[0].sink.close()
     assert names(targets) == ["run-1.tp-2.*.json"]
@@ -313,7 +318,7 @@ def test_runs_of_one_name_do_not_share_files(start: Start, tmp_path: Path) -> No
     assert names(tmp_path / "text") == ["today.tp-0.*.prom"] * 2
     one.sink.close()
     ((target,),) = (json.loads(path.read_text()) for path in (tmp_path / "targets").iterdir())
-    assert target == {"targets": [urlsplit(other.sink.url).netloc], "labels": {"run": "today"}}
+    assert target == {"targets": [urlsplit(other.sink.url).netloc], "labels": labels("today")}
     assert names(tmp_path / "text") == ["today.tp-0.*.prom"]
 
 
@@ -334,19 +339,20 @@ def test_a_start_that_closes_late_leaves_the_files_of_its_successor(start: Start
 
 
 def test_a_target_that_a_killed_run_has_left_is_not_taken_for_ours(start: Start, tmp_path: Path) -> None:
-    """At the address that is ours now. Files of other addresses, or of other writers, stay."""
+    """At the address that is ours now. Files of other addresses, of other hosts, or of other writers, stay."""
     targets, port = tmp_path / "targets", free_port()
     targets.mkdir()
     left = {
-        "killed.tp-0.0123abcd.json": port,
-        "killed.tp-2.0123abcd.json": port + 1,
-        "by-hand.json": port,
+        "killed.tp-0.0123abcd.json": (port, socket.gethostname()),
+        "killed.tp-2.0123abcd.json": (port + 1, socket.gethostname()),
+        "live.tp-0.0123abcd.json": (port, "another-node"),
+        "by-hand.json": (port, socket.gethostname()),
     }
-    for name, of_port in left.items():
-        told = [{"targets": [f"127.0.0.1:{of_port}"], "labels": {"run": "killed"}}]
+    for name, (of_port, host) in left.items():
+        told = [{"targets": [f"127.0.0.1:{of_port}"], "labels": {"__host__": host, "run": "killed"}}]
         (targets / name).write_text(json.dumps(told) + "\n")
     start(port=port, ports=1, file_sd=str(targets))
-    assert names(targets) == ["by-hand.json", "killed.tp-2.*.json", "run-1.tp-0.*.json"]
+    assert names(targets) == ["by-hand.json", "killed.tp-2.*.json", "live.tp-0.*.json", "run-1.tp-0.*.json"]
 
 
 def test_a_target_file_says_https(start: Start, tmp_path: Path, certificate: tuple[str, str]) -> None:
@@ -354,7 +360,7 @@ def test_a_target_file_says_https(start: Start, tmp_path: Path, certificate: tup
     cert, key = certificate
     start(file_sd=str(tmp_path / "targets"), tls_cert=cert, tls_key=key)
     (path,) = (tmp_path / "targets").iterdir()
-    assert json.loads(path.read_text())[0]["labels"] == {"run": "run-1", "__scheme__": "https"}
+    assert json.loads(path.read_text())[0]["labels"] == {**labels("run-1"), "__scheme__": "https"}
 
 
 def test_the_textfile_holds_what_a_scrape_would_show(start: Start, tmp_path: Path) -> None:
