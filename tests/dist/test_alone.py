@@ -336,7 +336,7 @@ def test_a_comparison_that_is_noted_was_made(interval: int, tmp_path: Path, gloo
 
 def storeless(rank: int, out: str) -> tuple[bool, bool, list[str]]:
     """Whether a rank watches, whether its host is hooked, and which threads are left, if the store fails at the end."""
-    model = toy()
+    model, before = toy(), set(threading.enumerate())
     real = handshake.Meeting.hold
 
     def hold(self: handshake.Meeting, payload: Any, *judge: Any) -> str:
@@ -347,7 +347,7 @@ def storeless(rank: int, out: str) -> tuple[bool, bool, list[str]]:
 
     with mock.patch.object(handshake.Meeting, "hold", hold):
         watch = attach(model, out, handshake_timeout=1.0, sinks=("tests.chaos._sinks:raises_at_write",))
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("tpwatch")]
+    names = [thread.name for thread in threading.enumerate() if thread not in before and "tpwatch" in thread.name]
     return watch.enabled, model.watch is not None, names
 
 

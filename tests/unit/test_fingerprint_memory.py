@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.test_fingerprint_parity import IMPLEMENTATIONS, disagreements, rows_of
-from tpwatch._guard import Guard
-from tpwatch.alike import Alike
 from tpwatch.errors import UnreadableTensor
 from tpwatch.fingerprint import Fingerprinter, plans
 from tpwatch.fingerprint.layout import CHUNK, ROW
@@ -145,18 +142,3 @@ def test_a_plan_that_could_not_be_pointed_is_pointed_again(monkeypatch: pytest.M
         with pytest.raises(MemoryError):
             rows_of(fingerprinter, [second], out)
     assert disagreements([first], rows_of(fingerprinter, [first], out)) == []
-
-
-def test_optimizer_state_on_another_device_is_not_compared_and_stops_nobody() -> None:
-    """An optimizer that keeps its state elsewhere: this rank joins, and says that it could not look."""
-    states = ((torch.ones(3), torch.ones(3, device="meta"), None),)
-    parts = SimpleNamespace(
-        plan=SimpleNamespace(replicas=[SimpleNamespace(name="weight")]),
-        device=torch.device("cpu"),
-        exchange=SimpleNamespace(reduce_max=lambda _buffer: None),
-        source=SimpleNamespace(values=lambda: (torch.ones(3),), states=lambda: states),
-        fingerprinter=NativeFingerprinter("cpu", "test"),
-    )
-    guard = Guard(limit=3)
-    assert Alike(parts, guard).differing() is None
-    assert "on meta, not on cpu" in guard.last_error
