@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,8 +59,9 @@ class JobView:
 class Job:
     """The meeting of all ranks. Two collectives, on their way together: a sum of counts, and a maximum of the rest.
 
-    It is read at once, and waits for the device: whoever reads later stops an update later. Megatron's optimizer
-    waits right behind it all the same, for the norm of the gradients.
+    Where it may stop the run it is heard at once, which waits for the slowest rank and for the device: whoever hears
+    later stops an update later. (Megatron's optimizer waits right behind it all the same, for the norm of the
+    gradients.) Where it only tells, it is heard at the next meeting, and nobody waits.
     """
 
     def __init__(self, *, leader: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
@@ -68,21 +70,35 @@ class Job:
         self._group = group
         self._both = torch.zeros(len(KINDS) + 5, dtype=torch.float64, device=device)
         self._sums, self._tops = self._both[: len(KINDS)], self._both[len(KINDS) :]
+        self._under_way: tuple[int, tuple[Any, Any]] | None = None
 
-    def meet(self, step: int, word: Word, guard: Guard) -> JobView:
-        """Say this rank's word and hear the job's. A collective over all ranks, also where the word cannot be said."""
-        if not guard.attempt("the word of this rank", self._say, word).ok:
+    def meet(self, step: int, word: Word, guard: Guard) -> JobView | None:
+        """Say this rank's word and hear the job's, at once. A collective over all ranks."""
+        self.hear()  # to a meeting under way the same is said again now
+        self.say(step, word, guard)
+        return self.hear()
+
+    def say(self, step: int, word: Word, guard: Guard) -> None:
+        """Say this rank's word, or nothing where that fails. A collective over all ranks, and nobody waits for it."""
+        if not guard.attempt("the word of this rank", self._fill, word).ok:
             self._both.zero_()
         sums = dist.all_reduce(self._sums, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
         tops = dist.all_reduce(self._tops, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        for work in (sums, tops):
+        self._under_way = step, (sums, tops)
+
+    def hear(self) -> JobView | None:
+        """What the job said at the meeting under way, waiting for it; None if there is none."""
+        if self._under_way is None:
+            return None
+        (step, works), self._under_way = self._under_way, None
+        for work in works:
             work.wait()
         heard = self._both.tolist()
         stop, save, now, ratio, max_abs = heard[len(KINDS) :]
         seen = {kind: int(count) for kind, count in zip(KINDS, heard, strict=False) if count}
         return JobView(step, stop > 0, save > 0, now > 0, seen, ratio, max_abs)
 
-    def _say(self, word: Word) -> None:
+    def _fill(self, word: Word) -> None:
         counts = [float(word.counts.get(kind, 0)) * self._leader for kind in KINDS]
         tops = [float(x) for x in (word.stop, word.save, word.now, word.ratio, word.max_abs)]
         self._both.copy_(torch.tensor([*counts, *tops], dtype=torch.float64))

@@ -54,13 +54,20 @@ class Stop:
         if left_out:
             raise ReplicaFault(self._monitor.stopping, step)
 
+    def conclude(self) -> None:
+        """Hear what the job said last, at the end. Not a collective: every rank has been there."""
+        self._take(self._guard.attempt("the last word of the job", self._job.hear).value)
+
     def _hear(self, step: int) -> None:
         word = self._guard.attempt("the word of this group", self._word).value or SILENCE
+        if not self._config.can_stop:
+            self.conclude()
+            self._guard.attempt("meeting of the job", self._job.say, step, word, self._guard)
+            return
         view = self._guard.attempt("meeting of the job", self._job.meet, step, word, self._guard).value
+        self._take(view)
         if view is None:
             return
-        self.view = view
-        self._tell(view)
         faults = max(1, sum(view.counts.values()))  # a leader that has failed counts none
         if view.stop and (view.now or faults >= self._config.max_faults):
             self._stop(view)
@@ -79,9 +86,11 @@ class Stop:
         """True if the framework's own reduction may hang on what was found."""
         return any(finding.kind == "grad-presence" for finding in self._monitor.stopping)
 
-    def _tell(self, view: JobView) -> None:
-        """Write down what the job said if it said something else before."""
-        told = view.to_json()
+    def _take(self, view: JobView | None) -> None:
+        """Keep what the job said, and write it down if it said something else before."""
+        if view is None:
+            return
+        self.view, told = view, view.to_json()
         if told != self._told:
             self._told = told
             self._monitor.ledger.job(view.step, told)

@@ -57,16 +57,14 @@ class Watch:
         self._seams: Seams | None = None
         self._step = config.start_step + 1
         self._calls = 0
-        self._ever_called = False
-        self._finalized = False
+        self._ever_called = self._finalized = False
         self._start_known = False
         self._ready_seen = False
         self._skipped = 0
         self._first_skipped = 0
         self._bypassed = False
         self._twice_noted = False
-        self._left_out = False
-        self._captured = False
+        self._left_out = self._captured = False
         self._awake = False
         self._closed = False
 
@@ -94,7 +92,7 @@ class Watch:
 
     @property
     def job_view(self) -> JobView | None:
-        """What the job as a whole said at the last step at which all ranks met (see `Config.meets`)."""
+        """What the job said where all ranks met last (`Config.meets`), or before that if nothing can stop the run."""
         return self._stop.view if self._stop else None
 
     def on_finding(self, listener: Callable[[Sequence[Finding]], None]) -> None:
@@ -332,6 +330,8 @@ class Watch:
         try:
             if last_word and self.monitor is not None and (self.enabled or self._captured):
                 self._guard.attempt("last check", self.monitor.catch_up, last=True)
+            if last_word and self._stop is not None:
+                self._stop.conclude()
         finally:
             self._let_go(wait=wait)
 

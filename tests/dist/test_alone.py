@@ -58,14 +58,14 @@ def say_nothing(rank: int, out: str) -> list[int]:
     """The steps that both ranks end, where one cannot put its word into the vector at the second."""
     model, ended = toy(), []
     watch = attach(model, out, on_fault="abort")
-    real = job.Job._say
+    real = job.Job._fill
 
     def fails(self: job.Job, word: job.Word) -> None:
         if rank == 1 and model.updates == 1:
             raise MemoryError
         real(self, word)
 
-    with mock.patch.object(job.Job, "_say", fails):
+    with mock.patch.object(job.Job, "_fill", fails):
         for step in range(1, 5):
             model.train(partials(model, rank, step))
             ended.append(step)
@@ -76,6 +76,30 @@ def say_nothing(rank: int, out: str) -> list[int]:
 def test_a_word_that_cannot_be_said_is_missed_by_nobody(tmp_path: Path, gloo_ranks: Ranks) -> None:
     """The rank comes to the meeting all the same: it is a collective over the whole job."""
     assert gloo_ranks(2, say_nothing, str(tmp_path), timeout=30) == [[1, 2, 3, 4]] * 2
+
+
+def telling(rank: int, out: str) -> tuple[list[int], list[int], dict[str, int]]:
+    """A job that nothing can stop: step of the view after each step, steps waited in, and the last counts."""
+    model, waited = toy(), []
+    model.rules[2] = "none"
+    watch = attach(model, out, job_wide=True, patience=2)
+    stop = watch._stop
+    assert stop is not None
+    real = stop._job.meet
+    stop._job.meet = lambda *word: (waited.append(word[0]), real(*word))[1]  # type: ignore[method-assign]
+    heard = []
+    for step in range(1, 5):
+        model.train(partials(model, rank, step))
+        heard.append(watch.job_view.step if watch.job_view else 0)
+    watch.finish()
+    view = watch.job_view
+    return [*heard, view.step if view else 0], waited, dict(view.counts) if view else {}
+
+
+def test_a_meeting_that_only_tells_is_waited_for_by_nobody(tmp_path: Path, gloo_ranks: Ranks) -> None:
+    """It is heard at the next one, and the last one at the end."""
+    expected = ([0, 1, 2, 3, 4], [], {"missing-reduce": 1})
+    assert gloo_ranks(2, telling, str(tmp_path), timeout=40) == [expected, expected]
 
 
 def leader_fails(rank: int, out: str) -> tuple[str, int]:
