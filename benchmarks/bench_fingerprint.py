@@ -33,8 +33,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def fingerprint(fingerprinter: Fingerprinter, tensors: list[torch.Tensor]) -> Callable[[], None]:
     """A call that writes all rows and the strided head of an exchange buffer."""
     rows = torch.empty(len(tensors), ROW, dtype=torch.float64)
-    buffer = torch.empty(len(tensors), HEAD + 3, dtype=torch.float64)
-    return lambda: fingerprinter.rows(tensors, rows, buffer[:, :HEAD])
+    head = torch.empty(len(tensors), HEAD + 3, dtype=torch.float64)[:, :HEAD]
+    return lambda: fingerprinter.rows(tensors, rows, head)
 
 
 def sha1(tensors: list[torch.Tensor]) -> None:
