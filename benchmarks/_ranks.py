@@ -200,7 +200,7 @@ class Replicas:
             plan=plan,
             source=MegatronSource(self.found, None),
             exchange=Exchange(None),
-            assembly=Assembly(1, ranks[rank], plan.ranks),
+            assembly=Assembly(1, ranks[rank], plan.ranks, config.handshake_timeout),
             group_rank=rank,
             fingerprinter=choose(CPU),
             diagnosis=Diagnosis(plan, config),

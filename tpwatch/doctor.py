@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import tpwatch
 from tpwatch._guard import shield
 from tpwatch.config import RESERVED_ENV, disabled, env_names
-from tpwatch.report.table import printable, table
+from tpwatch.errors import printable
+from tpwatch.report.table import table
 
 EXTRAS: Mapping[str, tuple[str, ...]] = {
     "prometheus": ("prometheus-client",),

@@ -60,7 +60,7 @@ class Engine:
     summarize: Callable[[], None]
     """Derive `summary.json` from the event files; does nothing but on rank 0."""
 
-    def meet(self, what: str, timeout: float, guard: Guard, *, everyone: bool = False) -> bool:
+    def meet(self, what: str, guard: Guard, timeout: float, *, everyone: bool = False) -> bool:
         """Agree through the store, with the replica group or with the whole job, to do `what` now."""
         who = self.world if everyone else self.monitor.parts.assembly
         outcome = guard.attempt(f"meeting for {what}", who.agree_to, what, timeout)

@@ -20,7 +20,6 @@ from tpwatch.config import Config
 from tpwatch.diagnose import state_finding
 from tpwatch.errors import ReplicaFault
 from tpwatch.export.jsonl import write_annotation
-from tpwatch.handshake import AMID_TRAINING
 from tpwatch.job import Job, Word
 from tpwatch.monitor import Monitor
 
@@ -102,8 +101,7 @@ class Gate:
                 self._say(step, f"a difference between copies {what} the checkpoint: {self._listed(sorted(names))}")
 
     def _look_together(self, step: int, when: str) -> Differing | None:
-        timeout = min(AMID_TRAINING, self._config.handshake_timeout)
-        came = self._guard.attempt(f"meeting {when}", self._monitor.parts.assembly.agree_to, "load", timeout)
+        came = self._guard.attempt(f"meeting {when}", self._monitor.parts.assembly.agree_to, "load")
         return self._look(step, when) if came.value == "" else None
 
     def _look(self, step: int, when: str) -> Differing | None:

@@ -135,8 +135,10 @@ class Assembly:
     """Of the attach, the same on all: a meeting that one of them missed in an earlier watch is none of this one's."""
     rank: int
     ranks: Sequence[int]
+    patience: float
+    """Seconds that no meeting takes longer than (`Config.handshake_timeout`)."""
 
-    def agree_to(self, what: str, timeout: float) -> str:
+    def agree_to(self, what: str, timeout: float = AMID_TRAINING) -> str:
         """Meet over one question, as often as it comes up; empty if all came, else the reason.
 
         What a rank has read from a reduced buffer it may have read alone: another can have failed over it. Nobody acts
@@ -152,4 +154,4 @@ class Assembly:
     def _meeting(self, what: str, timeout: float) -> Meeting:
         store, name = default_store(), f"{what}/{self.round}/{self.ranks[0]}-{self.ranks[-1]}"
         number = next_round(store, name, self.rank)
-        return Meeting(store, f"{name}/{number}", self.rank, self.ranks, timeout)
+        return Meeting(store, f"{name}/{number}", self.rank, self.ranks, min(timeout, self.patience))

@@ -79,7 +79,7 @@ class Monitor:
         self._exit_rows = torch.zeros(n, ROW, dtype=torch.float64, device=parts.device)
         self._prompt = parts.device.type == "cpu" if config.guard == "auto" else config.guard == "before_update"
         self._resync = Resync(parts, config, self.ledger) if config.resync != "off" else None
-        self._presence = Presence(parts, min(AT_ONCE, config.handshake_timeout))
+        self._presence = Presence(parts)
         self._signatures: dict[int, torch.Tensor] = {}
         self._open: Check | None = None
         self._pending: Check | None = None
@@ -343,8 +343,7 @@ class Monitor:
     def _keep_pace(self, check: Check, reduced: Reduced) -> None:
         """Stretch the interval if a rank says that checks are too slow, and if all ranks know: see `agree_to`."""
         if any(header.flag("slow") for header in reduced.headers):
-            timeout = min(AT_ONCE, self.config.handshake_timeout)
-            if not self.parts.assembly.agree_to("stretch", timeout):
+            if not self.parts.assembly.agree_to("stretch", AT_ONCE):
                 self.ledger.note(check.at.step, self.pace.stretch())
         elif check.at.call == 1:
             self.pace.spend(check.seconds, self._step_seconds)

@@ -12,6 +12,7 @@ import torch
 
 from tpwatch.diagnose import presence_finding
 from tpwatch.exchange import FLAGS, presence_flags
+from tpwatch.handshake import AT_ONCE
 from tpwatch.ledger import Ledger
 from tpwatch.parts import Parts
 from tpwatch.records import RowObservation
@@ -21,14 +22,10 @@ from tpwatch.reduced import Reduced
 class Presence:
     """Presence of the gradients of one plan over one replica group."""
 
-    def __init__(self, parts: Parts, timeout: float) -> None:
-        """Nothing is known yet. Memory for the gather is taken now: none is needed to join the others.
-
-        `timeout`: seconds that they are waited for, where one may have failed on the way to the gather.
-        """
+    def __init__(self, parts: Parts) -> None:
+        """Nothing is known yet. Memory for the gather is taken now: none is needed to join the others."""
         n, exchange, device = len(parts.plan.replicas), parts.exchange, parts.device
         self._parts = parts
-        self._timeout = timeout
         self._marks = torch.zeros(n, dtype=torch.float64, device=device)
         self._room = torch.zeros(exchange.size * n, dtype=torch.float64, device=device)
         self._present: tuple[float, ...] = ()
@@ -56,7 +53,7 @@ class Presence:
         """
         if all(_ends(self._absent.get(row.index, ())) == row.absent for row in rows):
             return True
-        if self._parts.assembly.agree_to("absent", self._timeout):
+        if self._parts.assembly.agree_to("absent", AT_ONCE):
             return False
         mine = [self._present[row.index] for row in rows]
         marks = self._marks[: len(mine)]

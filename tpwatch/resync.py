@@ -37,7 +37,6 @@ class Resync:
         """`resync: rank0` takes the copy of the group's first rank, `mean` the mean, rounded to the tensor's dtype."""
         self._parts = parts
         self._mean = config.resync == "mean"
-        self._timeout = min(AT_ONCE, config.handshake_timeout)
         self._ledger = ledger
         self._alike = Alike(parts, ledger.guard)
         self._sizes = torch.zeros(2, len(parts.plan.replicas) * len(LABELS), dtype=torch.float64, device=parts.device)
@@ -53,7 +52,7 @@ class Resync:
         """
         names, replicas = {finding.parameter for finding in findings}, self._parts.plan.replicas
         rows = [row for row in apart if replicas[row].name in names]
-        if not rows or self._parts.assembly.agree_to("resync", self._timeout):
+        if not rows or self._parts.assembly.agree_to("resync", AT_ONCE):
             return
         ready = self._ledger.guard.attempt("preparing a resync", self._prepare, rows).value
         pairs, room = ready or ([None] * (len(rows) * len(LABELS)), self._sizes)

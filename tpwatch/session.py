@@ -227,7 +227,7 @@ class Session:
         recorder = self._recorder(host, plan, directory, {"name": fingerprinter.name, "reason": fingerprinter.reason})
         parts = Parts(
             plan=plan, source=host.source(agreed.discovery.rows), exchange=Exchange(host.group),
-            assembly=Assembly(self.round, self.rank, plan.ranks),
+            assembly=self._assembly(plan.ranks),
             group_rank=list(plan.ranks).index(self.rank), fingerprinter=fingerprinter,
             diagnosis=Diagnosis(plan, self.config, loss_scaler=host.loss_scaler),
             recorder=recorder, device=host.device,
@@ -269,6 +269,9 @@ class Session:
             fanout.close()  # its threads and ports would stay behind
             raise
 
+    def _assembly(self, ranks: Sequence[int]) -> Assembly:
+        return Assembly(self.round, self.rank, ranks, self._timeout)
+
     def _engine(self, host: Host, monitor: Monitor, directory: str) -> Engine:
         plan = monitor.parts.plan
 
@@ -278,7 +281,7 @@ class Session:
 
         meets = self.config.meets or self.config.checkpoint == "refuse"
         job = Job(leader=self.rank == plan.ranks[0], device=host.device) if meets else None
-        everyone, conclude = Assembly(self.round, self.rank, self.world), partial(self._conclude, directory, READING)
+        everyone, conclude = self._assembly(self.world), partial(self._conclude, directory, READING)
         return Engine(monitor, job, everyone, directory, close, conclude)
 
     def _conclude(self, directory: str, patience: float) -> None:

@@ -116,5 +116,5 @@ class Stop:
         stopping = self._monitor.stopping
         self._monitor.ledger.abort(view.step, stopping)  # also where another group stops: this one ends as well
         # A launcher kills all ranks once the first has ended, be they in the middle of saying why.
-        self._engine.meet("told", min(TELLING, self._config.handshake_timeout), self._guard, everyone=True)
+        self._engine.meet("told", self._guard, TELLING, everyone=True)
         raise ReplicaFault(stopping, view.step, view.counts)

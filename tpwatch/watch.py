@@ -308,8 +308,7 @@ class Watch:
 
     def _meet(self, what: str, seconds: float = AMID_TRAINING, *, everyone: bool = False) -> bool:
         """Agree with the replica group (or the whole job) to do `what` now."""
-        seconds = min(seconds, self.config.handshake_timeout)
-        return self._engine is not None and self._engine.meet(what, seconds, self._guard, everyone=everyone)
+        return self._engine is not None and self._engine.meet(what, self._guard, seconds, everyone=everyone)
 
     def _note(self, text: str) -> None:
         self._run("note", lambda monitor: monitor.ledger.note(self._step, text))

@@ -13,7 +13,7 @@ import pytest
 from tests.unit._report_runs import HOSTILE, hostile_run, large_run, steps, write_run
 from tests.unit._samples import finding, plan, step_report
 from tpwatch.cli import main
-from tpwatch.report.table import printable
+from tpwatch.errors import printable
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
@@ -264,22 +264,27 @@ def test_a_card_leads_to_all_findings_of_its_kind(visit: Callable[..., Any]) -> 
     assert names(driver) == [f"decoder.layers.{i}.conv.weight" for i in range(10)]
 
 
+def second_step(driver: Any) -> str:
+    """What the timeline reads out at its second step, come to by arrow keys."""
+    driver.execute_script("document.querySelector('.timeline').focus()")
+    press(driver, "\ue011", "\ue014")
+    readout: str = driver.find_element("css selector", ".readout").text
+    return readout
+
+
 def test_the_timeline_reads_out_a_step(visit: Callable[..., Any]) -> None:
     """By arrow keys, for those without a mouse."""
     driver = visit(small_run)
-    driver.execute_script("document.querySelector('.timeline').focus()")
-    press(driver, "\ue011", "\ue014")
-    readout = driver.find_element("css selector", ".readout").text
-    assert readout == "Step 2: 2 values and 2 reduced gradients differ; max abs 0.5, max rel 0.1"
+    assert second_step(driver) == "Step 2: 2 values and 2 reduced gradients differ; max abs 0.5, max rel 0.1"
 
 
 def test_a_step_that_was_not_measured_is_read_out_as_such(visit: Callable[..., Any]) -> None:
     """A 0 would claim that values are equal, right after saying that they differ."""
     driver = visit(sparse_run)
-    driver.execute_script("document.querySelector('.timeline').focus()")
-    press(driver, "\ue011", "\ue014")
-    readout = driver.find_element("css selector", ".readout").text
-    assert readout == "Step 2: 2 values and 0 reduced gradients differ; max abs not measured, max rel not measured"
+    assert (
+        second_step(driver)
+        == "Step 2: 2 values and 0 reduced gradients differ; max abs not measured, max rel not measured"
+    )
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -164,7 +164,7 @@ def rig(
         plan=plan,
         source=source,
         exchange=Exchange(group),
-        assembly=Assembly(1, dist.get_rank(), plan.ranks),
+        assembly=Assembly(1, dist.get_rank(), plan.ranks, config.handshake_timeout),
         group_rank=dist.get_rank(group),
         fingerprinter=choose(device, config.fingerprint),
         diagnosis=Diagnosis(plan, config),

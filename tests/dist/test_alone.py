@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import tpwatch
 from tests.dist._harness import run_ranks
-from tests.dist._parts import Toy, ToyAdapter, normal, rig, summed
-from tests.dist.test_session import attach, partials, toy
+from tests.dist._parts import Gradients, Toy, ToyAdapter, normal, rig, summed
+from tests.dist.test_session import attach, counted, partials, stopped_at, toy
 from tpwatch import handshake, job, session
 from tpwatch.config import Config
 from tpwatch.errors import ReplicaFault
@@ -38,9 +38,8 @@ def meetings(rank: int, out: str, trainable: list[int]) -> list[int]:
     met = []
     real = watching._stop._job.meet  # type: ignore[union-attr]
     watching._stop._job.meet = lambda step, *rest: (met.append(step), real(step, *rest))[1]  # type: ignore[union-attr]
-    for step in range(101, 125):
-        with mock.patch.object(watching._seams, "iteration", return_value=step):
-            model.train(partials(model, rank, step))
+    for step in counted(model, range(101, 125)):
+        model.train(partials(model, rank, step))
     watching.abandon()
     return met
 
@@ -313,17 +312,12 @@ def test_a_reduction_that_was_left_out_is_not_judged(tmp_path: Path, gloo_ranks:
 def uneven(rank: int, out: str, max_faults: int) -> int:
     """The step at which a run stops whose second step has a gradient on one rank only."""
     model = toy()
-    watch = attach(model, out, on_fault="abort", max_faults=max_faults)
-    try:
-        for step in range(1, 5):
-            gradients = partials(model, rank, step)
-            gradients[3] = None if step == 2 and rank == 1 else gradients[3]
-            model.train(gradients)
-    except ReplicaFault as fault:
-        return fault.step
-    finally:
-        watch.abandon()
-    return 0
+
+    def gradients(model: Toy, rank: int, step: int) -> Gradients:
+        whole = partials(model, rank, step)
+        return [*whole[:3], None] if step == 2 and rank == 1 else whole
+
+    return stopped_at(attach(model, out, on_fault="abort", max_faults=max_faults), model, rank, 4, gradients)
 
 
 def test_what_training_does_not_survive_is_not_counted(tmp_path: Path, gloo_ranks: Ranks) -> None:
@@ -453,8 +447,7 @@ def two_sizes(rank: int, out: str) -> list[int]:
     knobs = {"out": out, "on_fault": "abort", "warmup": 2, "interval": 10, "handshake_timeout": 10}
     watch = tpwatch.attach(model, None, knobs, groups={"tp": model.group})
     sums = []
-    for step in range(101, 115):
-        watch._seams.iteration = lambda s=step: s  # type: ignore[union-attr,method-assign]
+    for step in counted(model, range(101, 115)):
         model.rules = ["none"] * 4 if rank == 2 else model.rules
         model.train(partials(model, rank, step))
         own = torch.ones(3)

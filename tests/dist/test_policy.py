@@ -18,10 +18,9 @@ import torch.distributed as dist
 import tpwatch
 from tests.dist._harness import run_ranks
 from tests.dist._parts import ToyAdapter, normal, rig
-from tests.dist.test_session import Warnings, attach, notes, partials, toy
+from tests.dist.test_session import Warnings, attach, checked, notes, partials, stopped_at, toy
 from tpwatch import session
 from tpwatch.config import Config, Thresholds
-from tpwatch.errors import ReplicaFault
 from tpwatch.records import Finding
 from tpwatch.watch import Watch
 
@@ -121,14 +120,7 @@ def faulty(rank: int, out: str, groups: int, max_faults: int) -> int:
     with mock.patch.object(session, "choose", return_value=ToyAdapter()):
         knobs = {"out": out, "on_fault": "abort", "max_faults": max_faults}
         watch = tpwatch.attach(model, None, knobs, groups={"tp": model.group})
-    try:
-        for step in range(1, 7):
-            model.train(partials(model, rank, step))
-    except ReplicaFault as stop:
-        return stop.step
-    finally:
-        watch.abandon()
-    return 0
+    return stopped_at(watch, model, rank, 6)
 
 
 @pytest.mark.parametrize("groups", [1, 2], ids=["in one group", "in two groups"])
@@ -148,16 +140,13 @@ def clocked(rank: int, out: str, max_overhead: float) -> list[int]:
     """Train forty steps in which a clock runs for rank 1 only, and only inside tpwatch; the steps that are checked."""
     model = toy()
     watch = attach(model, out, max_overhead=max_overhead)
-    monitor, checked = watch.monitor, []
+    monitor = watch.monitor
     assert monitor is not None
     ticks: Iterator[int] = count(1) if rank == 1 else repeat(0)
     monitor.parts = replace(monitor.parts, clock=lambda: float(next(ticks)))
-    for step in range(1, 41):
-        model.train(partials(model, rank, step))
-        if watch.last_report and watch.last_report.step == step:
-            checked.append(step)
+    found = checked(watch, model, rank, range(1, 41))
     watch.finish()
-    return checked
+    return found
 
 
 def test_checks_that_are_too_slow_on_one_rank_become_rarer_on_all(tmp_path: Path, gloo_ranks: Ranks) -> None:
@@ -205,15 +194,7 @@ def with_defaults(rank: int, out: str, size: int) -> int:
     """One parameter of so many elements, never reduced; no knob is set but the action. The step of the stop."""
     model = toy(["only"], size)
     model.rules = ["none"]
-    watch = attach(model, out, on_fault="abort")
-    try:
-        for step in range(1, 7):
-            model.train(partials(model, rank, step))
-    except ReplicaFault as stop:
-        return stop.step
-    finally:
-        watch.abandon()
-    return 0
+    return stopped_at(attach(model, out, on_fault="abort"), model, rank, 6)
 
 
 @pytest.mark.parametrize(("size", "stop"), [(1024, 3), (1025, 4)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -55,6 +55,34 @@ def attach(model: Toy, out: str, *, fails_in: str = "", **knobs: Any) -> Watch:
 def partials(model: Toy, rank: int, step: int) -> Gradients:
     """Gradients that differ between ranks, in the shapes of the model."""
     return [normal(1000 * step + 10 * rank, *p.shape).to(p.dtype) for p in model.parameters]
+
+
+def stopped_at(watch: Watch, model: Toy, rank: int, steps: int, gradients: Callable[..., Gradients] = partials) -> int:
+    """Train so many steps; the step at which the run is stopped, or 0."""
+    try:
+        for step in range(1, steps + 1):
+            model.train(gradients(model, rank, step))
+    except ReplicaFault as fault:
+        return fault.step
+    finally:
+        watch.abandon()
+    return 0
+
+
+def counted(model: Toy, steps: Iterable[int]) -> Iterator[int]:
+    """The same steps, of which the host says which one is under way."""
+    for model.iteration in steps:
+        yield model.iteration
+
+
+def checked(watch: Watch, model: Toy, rank: int, steps: Iterable[int]) -> list[int]:
+    """Train these steps; those that are checked."""
+    found = []
+    for step in steps:
+        model.train(partials(model, rank, step))
+        if watch.last_report and watch.last_report.step == step:
+            found.append(step)
+    return found
 
 
 # ---------------------------------------------------------------------------- plans that differ
@@ -526,14 +554,9 @@ def resumed(rank: int, out: str) -> list[int]:
     """The trainer counts from 100; checked steps, with a warm-up of three and every tenth step from then on."""
     model = toy()
     watch = attach(model, out, warmup=3, interval=10)
-    checked = []
-    for step in range(101, 112):
-        with mock.patch.object(watch._seams, "iteration", return_value=step):
-            model.train(partials(model, rank, step))
-        if watch.last_report and watch.last_report.step == step:
-            checked.append(step)
+    found = checked(watch, model, rank, counted(model, range(101, 112)))
     watch.detach()
-    return checked
+    return found
 
 
 def test_a_resumed_run_has_its_warm_up_too(tmp_path: Path, gloo_ranks: Ranks) -> None:

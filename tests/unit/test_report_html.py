@@ -24,6 +24,7 @@ from tests.unit._samples import finding, plan, step_report
 from tpwatch.cli import main
 from tpwatch.config import Config
 from tpwatch.diagnose.rules import BY_KIND
+from tpwatch.errors import printable
 from tpwatch.export.jsonl import RunLog
 from tpwatch.records import Finding
 from tpwatch.report.events import read_events
@@ -33,7 +34,6 @@ from tpwatch.report.html_evidence import TIMES, certainty, ranks_text
 from tpwatch.report.html_parts import POINTS_DRAWN, thinned
 from tpwatch.report.markup import VOID, data_block, el
 from tpwatch.report.summary import StepRow
-from tpwatch.report.table import printable
 
 
 @dataclass

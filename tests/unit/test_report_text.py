@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from tests.unit._samples import finding
+from tpwatch.errors import printable
 from tpwatch.records import Finding, Summary
 from tpwatch.report.summary import StepRow
-from tpwatch.report.table import number, printable, some, table
+from tpwatch.report.table import number, some, table
 from tpwatch.report.text import render, verdict_line
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tpwatch.errors import printable
 from tpwatch.lab.catalog import Fault
 from tpwatch.records import Finding, Summary
-from tpwatch.report.table import number, printable, table
+from tpwatch.report.table import number, table
 
 RATIO_TOLERANCE = 1e-3
 HEADERS = ("fault", "named as", "parameter", "first step", "ratio / max abs", "verdict")

@@ -11,13 +11,12 @@ from typing import Any
 import tpwatch
 from tpwatch.cli.codes import CLEAN, FAULTS, NOTHING_CHECKED
 from tpwatch.cli.output import say, wants_color, warn
-from tpwatch.errors import ConfigError, RunDirectoryError
+from tpwatch.errors import ConfigError, RunDirectoryError, printable
 from tpwatch.export.jsonl import encode
 from tpwatch.records import SEVERITIES, Summary
 from tpwatch.report.events import RunEvents, read_events
 from tpwatch.report.html import render_html
 from tpwatch.report.summary import fails, summarize_events, timeline
-from tpwatch.report.table import printable
 from tpwatch.report.text import render, verdict_line
 from tpwatch.report.watching import follow, open_watch
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tpwatch.errors import printable
 from tpwatch.export import catalog
 from tpwatch.export.catalog import MOST_LABEL_SETS, OTHER, Metric
 from tpwatch.export.sinks import Health
@@ -272,10 +273,8 @@ def _exemplar_labels(finding: Finding) -> Mapping[str, str]:
     """Step and parameter; of a long name the end, which tells parameters apart."""
     step = str(finding.first_step)
     room = EXEMPLAR_CHARACTERS - len("step") - len(step) - len("parameter")
-    name = finding.parameter
-    # Half a character has no encoding, and would cost the whole page of metrics.
-    shown = name if name.isprintable() else name.encode("unicode_escape").decode()
-    return {"step": step, "parameter": _tail(shown, room)}
+    # Escaped, for half a character has no encoding, and would cost the whole page of metrics.
+    return {"step": step, "parameter": _tail(printable(finding.parameter), room)}
 
 
 def _tail(text: str, most: int) -> str:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tpwatch.errors import RunDirectoryError
+from tpwatch.errors import RunDirectoryError, printable
 from tpwatch.export.rotation import Part, event_files
 from tpwatch.records import SCHEMA, Finding
 from tpwatch.report.shape import is_event, is_finding
-from tpwatch.report.table import printable
 
 Event = Mapping[str, Any]
 """One line of an event file, as JSON values."""

@@ -10,6 +10,7 @@ import base64
 import hashlib
 from importlib.resources import files
 
+from tpwatch.errors import printable
 from tpwatch.report.events import RunEvents
 from tpwatch.report.html_data import STATUSES, Parameter, RunView, view
 from tpwatch.report.html_evidence import evidence
@@ -25,7 +26,6 @@ from tpwatch.report.html_parts import (
     verdict,
 )
 from tpwatch.report.markup import Html, data_block, el
-from tpwatch.report.table import printable
 
 COLUMNS = ("Status", "Parameter", "Kind", "Since", "Checks", "Ratio", "Max abs", "Max rel", "Confidence")
 """Columns of the list of parameters; the script builds its rows, in this order."""

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
+from tpwatch.errors import printable
 from tpwatch.records import Finding
 from tpwatch.report.summary import StepRow
-from tpwatch.report.table import number, printable
+from tpwatch.report.table import number
 
 HEADERS = ("step", "values differ", "reduced gradients differ", "max abs")
 ROWS_SHOWN = 12

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import TypeAlias
 
+from tpwatch.errors import printable
 from tpwatch.export.jsonl import encode
-from tpwatch.report.table import printable
 
 
 class Html(str):

@@ -39,6 +39,3 @@ def measure(value: float | None) -> str:
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
-
-
-__all__ = ["NOT_MEASURED", "measure", "number", "printable", "some", "table"]

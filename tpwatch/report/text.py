@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
+from tpwatch.errors import printable
 from tpwatch.records import Finding, Summary
 from tpwatch.report.summary import UNMEASURED, StepRow, equal_copies
-from tpwatch.report.table import NOT_MEASURED, measure, number, printable, some, table
+from tpwatch.report.table import NOT_MEASURED, measure, number, some, table
 
 RED, YELLOW, GREEN, BOLD, RESET = "\033[31m", "\033[33m", "\033[32m", "\033[1m", "\033[0m"
 COLOURS = {

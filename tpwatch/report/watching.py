@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from tpwatch.errors import printable
 from tpwatch.export.rotation import event_files
 from tpwatch.records import Finding, Summary
 from tpwatch.report.events import RunEvents, read_events
 from tpwatch.report.live import ROWS_SHOWN, Lines, size
 from tpwatch.report.summary import StepRow, summarize_events, timeline
-from tpwatch.report.table import number, printable
+from tpwatch.report.table import number
 
 HEADERS = ("severity", "kind", "parameter", "since", "size")
 FINDINGS_SHOWN = 24
